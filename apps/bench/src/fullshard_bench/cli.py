@@ -59,7 +59,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit code: 0, or 2 after an error to put right."""
+    """Run the benchmark; return the exit code: 0, or 2 after an error to put right."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     is_main = os.environ.get("RANK", "0") == "0"
     # A log file has no width of its own; a table should not be folded in it.
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Runs `main` as a program, and leaves with its exit code."""
+    """Run `main` as a program, and leave with its exit code."""
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

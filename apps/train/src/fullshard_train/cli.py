@@ -55,7 +55,7 @@ __all__ = ["main", "run"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the trainer; returns this rank's exit code: 0, or 2 after an error to put right.
+    """Run the trainer; return this rank's exit code: 0, or 2 after an error to put right.
 
     After SIGINT, SIGTERM or SIGUSR1 it is 130, 143 or 138. Call it in the main thread.
     """
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Runs `main` as a program, and leaves with its exit code."""
+    """Run `main` as a program, and leave with its exit code."""
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -247,7 +247,7 @@ def _farewell(number: int, plan: Plan, step: int) -> str:
 
 
 def _train(plan: Plan, trainer: Trainer, request: StopRequest) -> int:
-    """Trains to the end, or to a signal, whose number it returns."""
+    """Train to the end, or to a signal, whose number it returns."""
     world, config = trainer.world, plan.config
     outputs = Outputs(
         store=CheckpointStore(plan.folder.checkpoints, keep=config.checkpoint.keep),

@@ -57,7 +57,7 @@ def layers_of(config: Config, model: nn.Module) -> list[nn.Module]:
 
 
 def fill_untrained(config: Config, model: nn.Module) -> None:
-    """Gives a model that has memory what a checkpoint leaves out; every rank calls this.
+    """Give a model that has memory what a checkpoint leaves out; every rank calls this.
 
     Raises:
         TrainError: as `continue_text`, or what a model of transformers began with is not there.

@@ -30,7 +30,7 @@ _BUILDERS: dict[str, Builder] = {
 
 
 def check_contestants(settings: Settings) -> None:
-    """Raises before any rank starts if a contestant is not there or cannot do what is asked.
+    """Raise before any rank starts if a contestant is not there or cannot do what is asked.
 
     Raises:
         BenchError: naming the contestant and what to do.

@@ -30,7 +30,7 @@ __all__ = ["build_torch", "check_torch"]
 
 
 def check_torch() -> None:
-    """Raises before any rank starts if this torch has no `fully_shard`.
+    """Raise before any rank starts if this torch has no `fully_shard`.
 
     Raises:
         BenchError: it has none.

@@ -33,7 +33,7 @@ __all__ = ["build_fullshard", "check_fullshard"]
 
 
 def check_fullshard(settings: Settings) -> None:
-    """Raises before any rank starts what `build_fullshard` cannot do.
+    """Raise before any rank starts what `build_fullshard` cannot do.
 
     Raises:
         BenchError: `comm` is no class.
@@ -108,7 +108,7 @@ def _sharded_modules(model: FSDPModule) -> list[FSDPModule]:
 
 
 def _plug_in(text: str, model: FSDPModule) -> None:
-    """Hands one object of the user's class to every group: as all-gather, reduce-scatter or both.
+    """Hand one object of the user's class to every group: as all-gather, reduce-scatter or both.
 
     The policy of its `__call__`: a reduce-scatter takes `op`.
     """

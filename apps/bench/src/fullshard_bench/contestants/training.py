@@ -76,7 +76,7 @@ class MasterWeights:
         )
 
     def pull(self) -> None:
-        """Moves the gradients of the model to the masters, in float32."""
+        """Move the gradients of the model to the masters, in float32."""
         for master, computed in zip(self.masters, self.computed, strict=True):
             grad = computed.grad
             master.grad = None if grad is None else grad.to(master.dtype)
@@ -84,7 +84,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def push(self) -> None:
-        """Writes the masters into the model."""
+        """Write the masters into the model."""
         torch._foreach_copy_(self.computed, self.masters)
 
 
@@ -122,7 +122,7 @@ class Trainee:
     rounds_to: str = ""
 
     def step(self, batch: Sequence[torch.Tensor]) -> Outcome:
-        """Trains on a batch."""
+        """Train on a batch."""
         loss = self.workload.loss(self.model, batch)
         if self.after_forward is not None:
             self.after_forward()
@@ -165,7 +165,7 @@ def empty_model(workload: Workload, device: torch.device, seed: int) -> nn.Modul
 def materialise(
     model: nn.Module, workload: Workload, settings: Settings, device: torch.device, *, real: bool
 ) -> None:
-    """Gives a model made on the meta device its memory and its first values."""
+    """Give a model made on the meta device its memory and its first values."""
     if not workload.on_meta:
         return
     if any(each.is_meta for each in model.parameters()):

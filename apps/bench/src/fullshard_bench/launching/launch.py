@@ -58,7 +58,7 @@ class _Rank:
         return self.folder / f"log-{self.rank}.txt"
 
     def start(self, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Starts it."""
+        """Start it."""
         words = [str(self.folder), str(self.rank), *map(str, self.turn)]
         with self.log.open("wb") as log:
             return subprocess.Popen(
@@ -163,7 +163,7 @@ def _started(ranks: Sequence[_Rank], environment: dict[str, str]) -> list[subpro
 def _watch(
     ranks: Sequence[_Rank], processes: Sequence[subprocess.Popen[bytes]], tell: Tell
 ) -> None:
-    """Returns when all have ended well.
+    """Return when all have ended well.
 
     Raises:
         BenchError: one has not; the others were ended.

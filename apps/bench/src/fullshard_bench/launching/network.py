@@ -25,7 +25,7 @@ _CABLE = "cable"
 
 
 def check_network(rate: str) -> None:
-    """Raises at once what making hosts would raise later.
+    """Raise at once what making hosts would raise later.
 
     Raises:
         BenchError: the rate is none, or this machine cannot make hosts.
@@ -85,7 +85,7 @@ class Hosts:
         return ["ip", "netns", "exec", self._names[number], *unshare, f"host{number}"]
 
     def __enter__(self) -> Hosts:
-        """Makes the hosts.
+        """Make the hosts.
 
         Raises:
             BenchError: a step failed; what was made is removed.
@@ -103,7 +103,7 @@ class Hosts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Removes the hosts."""
+        """Remove the hosts."""
         self._remove()
 
     def _make(self) -> None:

@@ -22,7 +22,7 @@ class Ranks:
         self._group = group
 
     def meet(self) -> None:
-        """Waits until all ranks are here, on the CPU, so that no device is involved."""
+        """Wait until all ranks are here, on the CPU, so that no device is involved."""
         if self._group is not None and self._group.size() > 1:
             dist.all_reduce(torch.zeros(1), group=self._group)
 

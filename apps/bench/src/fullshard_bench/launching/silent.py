@@ -74,44 +74,44 @@ class SilentGroup(_ProcessGroup):  # type: ignore[misc]  # Any: see above
         return SILENT
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Gives every rank this rank's tensor: constructors compare sizes by it."""
+        """Give every rank this rank's tensor: constructors compare sizes by it."""
         for each, tensor in zip(outputs, inputs, strict=True):
             for output in each:
                 output.copy_(tensor)
         return _DONE
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        """Leaves the tensors alone."""
+        """Leave the tensors alone."""
         _tell("all_reduce", tensors, (), self)
         return _Done(list(tensors))
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
-        """Leaves the output alone; one tensor, or a list of them."""
+        """Leave the output alone; one tensor, or a list of them."""
         _tell("all_gather", output, input, self)
         return _DONE
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
-        """Leaves the output alone; one tensor, or a list of them."""
+        """Leave the output alone; one tensor, or a list of them."""
         _tell("reduce_scatter", input, output, self)
         return _DONE
 
     def all_to_all_single(self, output: Any, input: Any, *sizes: Any) -> dist.Work:
-        """Leaves the output alone."""
+        """Leave the output alone."""
         _tell("all_to_all", output, input, self)
         return _DONE
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        """Leaves the tensors alone."""
+        """Leave the tensors alone."""
         _tell("broadcast", tensors, (), self)
         return _DONE
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        """Leaves the tensors alone."""
+        """Leave the tensors alone."""
         _tell("reduce", tensors, (), self)
         return _DONE
 
     def barrier(self, *args: Any) -> dist.Work:
-        """Waits for nobody."""
+        """Wait for nobody."""
         return _DONE
 
     allreduce_coalesced = allreduce
@@ -143,7 +143,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def register_silent_backend() -> None:
-    """Lets ``new_group`` and ``init_process_group`` make silent groups; again does nothing."""
+    """Let ``new_group`` and ``init_process_group`` make silent groups; again does nothing."""
     if SILENT.upper() not in {name.upper() for name in dist.Backend.backend_list}:
         dist.Backend.register_backend(SILENT, _make_group, devices=["cpu", "cuda"])
 

@@ -47,7 +47,7 @@ class RingTurn:
     """Turn of a process in a `ring`, as long as the process holds the token."""
 
     def __init__(self, incoming: int, outgoing: int, place: int, count: int) -> None:
-        """Takes the pipes from the process before and to the one after; which of `count` it is."""
+        """Take the pipes from the process before and to the one after; which of `count` it is."""
         self._incoming = incoming
         self._outgoing = outgoing
         self._place = place
@@ -81,7 +81,7 @@ class RingTurn:
 
 
 def share_core() -> None:
-    """Keeps this process to one core, the same for all who call this; not on every system."""
+    """Keep this process to one core, the same for all who call this; not on every system."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 

@@ -110,7 +110,7 @@ def threads_of(job: Job) -> int:
 
 
 def _prepare_host(threads: int) -> None:
-    """Gives this rank its threads, and lets tiny numbers be zero.
+    """Give this rank its threads, and let tiny numbers be zero.
 
     Gathers of a twin return old memory, which may contain denormal numbers; a step must not be
     slower because of them.

@@ -52,7 +52,7 @@ def _numbers(outcome: Outcome) -> tuple[float, float | None]:
 
 
 def train_curve(trainee: Trainee, batches: Batches, ranks: Ranks) -> Curve:
-    """Trains a step on each of `batches`."""
+    """Train a step on each of `batches`."""
     return curve_of([trainee.step(batch) for batch in batches], ranks)
 
 

@@ -108,7 +108,7 @@ class StepCounter(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Runs the operation and takes note of it."""
+        """Run the operation and take note of it."""
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor first: its local operations come back here
         kwargs = kwargs or {}

@@ -19,7 +19,7 @@ _COPIES = re.compile(r"memcpy|copy|cat(?!egor)|chunk|split_with_sizes|constant_p
 
 
 def copy_kernels_ms(step: Callable[[], object]) -> float:
-    """Runs `step` once; milliseconds of its copies on the device."""
+    """Run `step` once; milliseconds of its copies on the device."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step()

@@ -86,7 +86,7 @@ class _Scene:
 def measure(
     job: Job, device: torch.device, tell: Tell, turn: Turn | None = None
 ) -> JobResult | None:
-    """Makes the measurement; returns it on every rank of the mesh, None on ranks beyond it.
+    """Make the measurement; return it on every rank of the mesh, None on ranks beyond it.
 
     Args:
         job: what to measure.
@@ -255,7 +255,7 @@ def _count(candidate: _Candidate, trainee: Trainee, scene: _Scene) -> None:
 
 
 def _add_twin(candidate: _Candidate, scene: _Scene, arena: Arena) -> None:
-    """Builds the same contestant where collectives move nothing, and lets it settle."""
+    """Build the same contestant where collectives move nothing, and let it settle."""
     assert candidate.racer is not None
     if not candidate.racer.trainee.shares_gradients:
         return  # it has no collectives: it is its own twin

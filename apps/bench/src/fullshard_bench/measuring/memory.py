@@ -70,7 +70,7 @@ class StorageTracker(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Runs the operation, then looks."""
+        """Run the operation, then look."""
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor first: its local operations come back here
         kwargs = kwargs or {}
@@ -80,7 +80,7 @@ class StorageTracker(DispatchMode):
 
 
 def cpu_memory(trainee: Trainee, step: Callable[[], object], sharers: int) -> Memory:
-    """Runs `step` twice; what the contestant holds and the most its step needs.
+    """Run `step` twice; what the contestant holds and the most its step needs.
 
     The first time to learn of memory that stays from step to step. `sharers`: as for
     `StorageTracker`.

@@ -34,7 +34,7 @@ class StepCounts:
 
 
 def count_step(trainee: Trainee, batch: Sequence[torch.Tensor], arena: Arena) -> StepCounts:
-    """Trains on `batch` and counts."""
+    """Train on `batch` and counts."""
     counter = StepCounter(silent=dist.get_backend(arena.group) == SILENT)
     counter.mark(trainee.held())
 
@@ -60,7 +60,7 @@ def count_step(trainee: Trainee, batch: Sequence[torch.Tensor], arena: Arena) ->
 
 
 def count_left(trainee: Trainee, batch: Sequence[torch.Tensor], ranks: Ranks) -> int:
-    """Trains on `batch`; bytes that left this host over its link in that step, -1 without one.
+    """Train on `batch`; bytes that left this host over its link in that step, -1 without one.
 
     The message by which ranks meet is counted in.
     """

@@ -43,7 +43,7 @@ _NEVER = 10**9
 
 
 def measure_optimizers(models: Sequence[str], ranks: int, rounds: int) -> dict[str, Any]:
-    """Returns the figures of each model, in milliseconds and bytes, and where they were measured.
+    """Return the figures of each model, in milliseconds and bytes, and where they were measured.
 
     Args:
         models: as ``run --model`` takes them.
@@ -67,7 +67,7 @@ def measure_optimizers(models: Sequence[str], ranks: int, rounds: int) -> dict[s
 
 
 def said_of_optimizers(result: dict[str, Any]) -> str:
-    """Returns tables of what ``measure_optimizers`` found, in Markdown."""
+    """Return tables of what ``measure_optimizers`` found, in Markdown."""
     head = (
         f"{result['ranks']} ranks, {result['machine']['cpu']}, {result['machine']['cores']} cores, "
         f"torch {result['versions']['torch']}; medians of {result['rounds']} rounds."
@@ -93,7 +93,7 @@ class _Column:
     digits: int = 1
 
     def of(self, figures: Mapping[str, float]) -> str:
-        """Returns a model's."""
+        """Return a model's."""
         value = figures[self.figure] / (figures[self.over] if self.over else 1)
         return f"{value:.{self.digits}f}"
 
@@ -166,7 +166,7 @@ def _run_rank(rank: int, ranks: int, model: str, rounds: int, folder: str) -> No
 
 
 def _span(step: Callable[[], object], in_a_row: int) -> float:
-    """Returns how long a step of all ranks takes, in milliseconds, the mean of some in a row.
+    """Return how long a step of all ranks takes, in milliseconds, the mean of some in a row.
 
     From when the first rank begins to when the last one ends: where ranks outnumber cores, the
     first ones may have ended a short step before others are given a core, and each rank's own time

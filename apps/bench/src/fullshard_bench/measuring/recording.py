@@ -15,7 +15,7 @@ __all__ = ["record_events"]
 
 
 def record_events(step: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
-    """Runs `step` once; its events, with microseconds since it began. All ranks begin together.
+    """Run `step` once; its events, with microseconds since it began. All ranks begin together.
 
     Times are the host's, when work was queued; on the CPU also the end of the work, except for
     collectives in flight. The last event, `end`, is that of the device having done all.

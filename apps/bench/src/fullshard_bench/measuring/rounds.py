@@ -35,7 +35,7 @@ class Racer:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all it was asked."""
+    """Wait until the device has done all it was asked."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
@@ -58,7 +58,7 @@ def rounds(
     steps: int,
     turn: Turn,
 ) -> Iterator[int]:
-    """Lets every racer make `steps` steps, each in a `turn`; yields how many rounds are done."""
+    """Let every racer make `steps` steps, each in a `turn`; yields how many rounds are done."""
     with _collecting_between() as collect:
         for number in range(steps):
             first = number % max(1, len(racers))

@@ -68,7 +68,7 @@ class Workload:
 
 @torch.no_grad()
 def fill(model: nn.Module, workload: Workload, seed: int, device: torch.device) -> None:
-    """Gives every parameter its first value; of a sharded one, this rank's part of that value.
+    """Give every parameter its first value; of a sharded one, this rank's part of that value.
 
     A parameter is drawn whole from a separate generator, so that every contestant has equal initial
     values on any mesh.
@@ -88,7 +88,7 @@ def fill(model: nn.Module, workload: Workload, seed: int, device: torch.device) 
 
 @torch.no_grad()
 def fill_locally(model: nn.Module) -> None:
-    """Gives every local shard small normal values: for worlds in which values mean nothing."""
+    """Give every local shard small normal values: for worlds in which values mean nothing."""
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local.normal_(std=0.02)

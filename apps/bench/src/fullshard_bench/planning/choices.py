@@ -23,7 +23,7 @@ _NAMED = ("dtype", "reshard", "prefetch", "group", "checkpointing", "offload", "
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
-    """Adds the options, of which several values give several choices."""
+    """Add the options, of which several values give several choices."""
     how = parser.add_argument_group(
         "choices", "several values give their product; without any, one thing at a time is changed"
     )

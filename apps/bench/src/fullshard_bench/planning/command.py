@@ -92,7 +92,7 @@ class _Found:
 
 
 def show_plans(planning: Planning, console: Console) -> None:
-    """Prints a table with a row for each mesh and choice, curves, and the best that fits.
+    """Print a table with a row for each mesh and choice, curves, and the best that fits.
 
     Raises:
         BenchError: a mesh, a model or a budget is none, or a model cannot be planned; or, after

@@ -34,7 +34,7 @@ class Files:
     trace: Path | None = None
 
     def check(self, *, timed: bool) -> None:
-        """Raises what can be known before anything is planned.
+        """Raise what can be known before anything is planned.
 
         Args:
             timed: whether plans have time.
@@ -57,7 +57,7 @@ class Files:
         texts: Sequence[str],
         draw: Callable[[Path], None],
     ) -> list[Path]:
-        """Writes them; the best that fits is planned once more, with all that a row leaves out.
+        """Write them; the best that fits is planned once more, with all that a row leaves out.
 
         Args:
             best: of the rows; None if none fits.

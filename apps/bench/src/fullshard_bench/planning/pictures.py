@@ -25,7 +25,7 @@ _IDEAL: dict[str, Any] = {"color": "#7d8491", "linestyle": ":"}
 def draw_table(
     rows: Sequence[Planned], curve: Sequence[Scaled], budget: int | None, item: str, path: Path
 ) -> None:
-    """Writes the picture: memory by ranks, and the curves, if there are any."""
+    """Write the picture: memory by ranks, and the curves, if there are any."""
     panels = 3 if curve else 1
     figure, axes = plt.subplots(
         1, panels, figsize=(4.8 * panels, 4.6), squeeze=False, layout="constrained"

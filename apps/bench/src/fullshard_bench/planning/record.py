@@ -251,7 +251,7 @@ class Recording:
     """
 
     def __init__(self, command: str, stem: Path | None) -> None:
-        """Reads what an earlier command left."""
+        """Read what an earlier command left."""
         self._command, self._stem = command, stem
         machine, versions = describe_machine(), describe_versions()
         self.record = PlanRecord(
@@ -264,14 +264,14 @@ class Recording:
                 raise BenchError(f"{path}: of another machine or other versions; name another file")
 
     def add(self, case: Case, found: Round) -> None:
-        """Adds a round, and writes the files."""
+        """Add a round, and write the files."""
         self.record = self.record.with_round(case, found, self._command)
         if self._stem is not None:
             write_plan_record(self.record, self._stem)
 
 
 def write_plan_record(record: PlanRecord, stem: Path) -> None:
-    """Writes `stem`.json and `stem`.md, each at once: a killed run leaves whole files."""
+    """Write `stem`.json and `stem`.md, each at once: a killed run leaves whole files."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     text = compact_json(to_table(record))
     _replace(stem.with_name(f"{stem.name}.json"), f"{text}\n")

@@ -156,7 +156,7 @@ Planner = Callable[[Sequence[Job]], Iterator[Planned]]
 
 @contextmanager
 def planners(jobs: int) -> Iterator[Planner]:
-    """Plans rows in several processes, and yields them in order."""
+    """Plan rows in several processes, and yield them in order."""
     if jobs == 1:
         yield partial(map, _row)
         return

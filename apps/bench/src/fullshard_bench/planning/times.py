@@ -62,7 +62,7 @@ class Task:
 def compare_times(
     names: Sequence[str], rounds: int, recording: Recording, console: Console
 ) -> None:
-    """Plans and measures cases until a record has enough rounds of each; prints each when it has.
+    """Plan and measure cases until a record has enough rounds of each; print each when it has.
 
     Args:
         names: of cases; none: all.

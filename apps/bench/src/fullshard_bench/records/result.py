@@ -200,7 +200,7 @@ class Result:
 
 
 def write_result(result: Result, path: Path) -> None:
-    """Writes the result as JSON."""
+    """Write the result as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(compact_json(to_table(result)) + "\n", encoding="utf-8")
 

@@ -31,7 +31,7 @@ _SAME = 0.05  # a relative difference that is called none
 
 
 def compare(before: Result, after: Result, console: Console) -> list[Change]:
-    """Prints what both results have, side by side; returns the rows.
+    """Print what both results have, side by side; return the rows.
 
     Raises:
         BenchError: they have nothing in common.

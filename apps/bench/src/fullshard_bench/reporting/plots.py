@@ -41,7 +41,7 @@ def colour_of(name: str, others: Sequence[str] = ()) -> str:
 
 
 def draw_all(result: Result, stem: Path) -> list[Path]:
-    """Writes the pictures that the result has figures for, as `stem` and what they show."""
+    """Write the pictures that the result has figures for, as `stem` and what they show."""
     meshes = [(run, points) for run in result.runs if (points := _of_kind(run, "mesh"))]
     wides = [(run, points) for run in result.runs if (points := _of_kind(run, "wide"))]
     paths = []

@@ -52,7 +52,7 @@ class Watch:
         self._title = ""
 
     def __enter__(self) -> Watch:
-        """Starts to show."""
+        """Start to show."""
         self._progress.start()
         return self
 
@@ -62,7 +62,7 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stops to show."""
+        """Stop to show."""
         self._progress.stop()
 
     def begin(self, title: str) -> None:
@@ -100,7 +100,7 @@ def print_point(console: Console, run: RunResult, point: Point) -> None:
 
 
 def print_verdicts(console: Console, verdicts: Sequence[Verdict], told: set[str]) -> None:
-    """Prints a line for each verdict whose bar is not among those `told`, and adds it to them."""
+    """Print a line for each verdict whose bar is not among those `told`, and add it to them."""
     for each in verdicts:
         if each.bar.what not in told:
             style = "bold red" if each.word in _BAD else "green"
@@ -110,7 +110,7 @@ def print_verdicts(console: Console, verdicts: Sequence[Verdict], told: set[str]
 
 
 def print_count(console: Console, verdicts: Sequence[Verdict], seconds: float) -> None:
-    """Prints how many bars came out how, and where more is measured."""
+    """Print how many bars came out how, and where more is measured."""
     counts = Counter(each.word for each in verdicts)
     words = ", ".join(f"{count} {word}" for word, count in counts.most_common())
     console.print(
@@ -125,7 +125,7 @@ def print_count(console: Console, verdicts: Sequence[Verdict], seconds: float) -
 def print_table(
     console: Console, title: str, heads: tuple[str, ...], rows: list[list[str]]
 ) -> None:
-    """Prints rows under heads: the first column to the left, others to the right."""
+    """Print rows under heads: the first column to the left, others to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for index, head in enumerate(heads):
         table.add_column(head, justify="left" if index == 0 else "right")

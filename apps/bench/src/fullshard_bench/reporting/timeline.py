@@ -21,7 +21,7 @@ _TITLES = ("forward", "backward", "gather", "reduce")
 
 
 def draw_timeline(events: Events, path: Path) -> None:
-    """Writes the picture of rank 0's step.
+    """Write the picture of rank 0's step.
 
     Raises:
         BenchError: there are no events.

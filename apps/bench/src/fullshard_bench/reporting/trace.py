@@ -62,7 +62,7 @@ def spans_of(events: Sequence[dict[str, Any]]) -> list[Span]:
 
 
 def write_trace(events: Events, path: Path) -> None:
-    """Writes all ranks' spans and instants as one trace."""
+    """Write all ranks' spans and instants as one trace."""
     entries: list[dict[str, Any]] = []
     for rank, of_rank in enumerate(events):
         entries.append(_name("process_name", rank, 0, f"rank {rank}"))

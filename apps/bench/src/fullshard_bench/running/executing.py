@@ -73,7 +73,7 @@ class Outputs:
 def execute(
     runs: Sequence[Run], outputs: Outputs, words: Sequence[str], console: Console
 ) -> Result:
-    """Measures all runs, prints tables during the run, and writes the files.
+    """Measure all runs, print tables during the run, and write the files.
 
     Raises:
         BenchError: a run asks for what cannot be, or a rank failed.
@@ -139,7 +139,7 @@ def _measure_all(
 
 
 def _here(jobs: Sequence[Job], watch: Watch, device: torch.device) -> list[JobResult]:
-    """Measures in this process, one of torchrun's ranks; those beyond the mesh wait."""
+    """Measure in this process, one of torchrun's ranks; those beyond the mesh wait."""
     return [measure(job, device, watch.tell) or _idle(job) for job in jobs]
 
 

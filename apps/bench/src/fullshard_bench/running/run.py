@@ -71,7 +71,7 @@ class Run:
 
 
 def check_run(run: Run, *, world: int | None) -> None:
-    """Raises what can be known before ranks start.
+    """Raise what can be known before ranks start.
 
     Args:
         run: what is asked for.

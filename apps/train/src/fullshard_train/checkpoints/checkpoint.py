@@ -91,7 +91,7 @@ def commit_checkpoint(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Makes the folder of `begin_checkpoint` a checkpoint, and returns where it is.
+    """Make the folder of `begin_checkpoint` a checkpoint, and return where it is.
 
     Every rank calls this, in any thread.
 
@@ -161,7 +161,7 @@ def read_position(checkpoint: Path) -> Position:
 def load_checkpoint(
     checkpoint: Path, world: World, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Fills `model` and `optimizer` from a checkpoint, written by a world of any size.
+    """Fill `model` and `optimizer` from a checkpoint, written by a world of any size.
 
     Every rank calls this.
 
@@ -188,7 +188,7 @@ def load_checkpoint(
 
 
 def load_shards(checkpoint: Path, world: World, model: nn.Module) -> None:
-    """Fills a sharded `model` from a checkpoint, written by a world of any size, without optimizer.
+    """Fill a sharded `model` from a checkpoint, written by a world of any size, without optimizer.
 
     Every rank calls this.
 
@@ -209,7 +209,7 @@ def load_shards(checkpoint: Path, world: World, model: nn.Module) -> None:
 
 
 def load_weights(checkpoint: Path, model: nn.Module) -> None:
-    """Fills what an unsharded `model` trains from a checkpoint, in this process alone.
+    """Fill what an unsharded `model` trains from a checkpoint, in this process alone.
 
     Raises:
         TrainError: the checkpoint is damaged or does not fit the model.

@@ -50,7 +50,7 @@ class Saver:
         return flight is not None and flight.done() and flight.exception() is not None
 
     def start(self, position: Position, state: dict[str, Any]) -> None:
-        """Begins a checkpoint of what `capture` gave; its tensors may change afterwards.
+        """Begin a checkpoint of what `capture` gave; its tensors may change afterwards.
 
         Waits first for the one before, if that is still in flight.
 
@@ -72,7 +72,7 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the checkpoint in flight, if there is one.
+        """Wait for the checkpoint in flight, if there is one.
 
         Raises:
             TrainError: on every rank, when it cannot be written; earlier ones are untouched.

@@ -62,7 +62,7 @@ class CheckpointStore:
         return folder
 
     def commit(self, step: int, checksums: Mapping[str, int]) -> Path:
-        """Turns the folder of `begin` into a checkpoint, and points `latest` at it.
+        """Turn the folder of `begin` into a checkpoint, and points `latest` at it.
 
         Then, and not before, those that are not to be kept go.
 
@@ -108,7 +108,7 @@ def checksum(path: Path) -> int:
 
 
 def verify(checkpoint: Path, *, part: int = 0, parts: int = 1) -> None:
-    """Passes if the files of a checkpoint are what was written.
+    """Pass if the files of a checkpoint are what was written.
 
     Checks every `parts`-th one, from number `part` on: the ranks share the work.
 

@@ -82,7 +82,7 @@ class Compared:
 
 
 def compare_runs(runs: Sequence[Path], timed: Sequence[Path]) -> list[Compared]:
-    """Returns what each kind of run has learned, and how long its steps take.
+    """Return what each kind of run has learned, and how long its steps take.
 
     Args:
         runs: folders of runs.
@@ -160,7 +160,7 @@ def _seconds(folder: Path) -> float:
 
 
 def write_comparison(found: Sequence[Compared], stem: Path, *, times: bool = True) -> str:
-    """Writes ``stem``.json, .md and .png; returns the table.
+    """Write ``stem``.json, .md and .png; return the table.
 
     Equal time is that of all steps of the first kind of run. ``times``: False leaves time out, as
     of runs on a machine that did other things, too.

@@ -35,7 +35,7 @@ _METADATA = "fullshard_train"
 
 
 def export_model(path: Path, model: nn.Module, config: Config) -> None:
-    """Writes the weights of a run's model, on every rank's call: a file, or a folder for "hf".
+    """Write the weights of a run's model, on every rank's call: a file, or a folder for "hf".
 
     Raises:
         TrainError: on every rank, if they cannot be written.
@@ -48,7 +48,7 @@ def export_model(path: Path, model: nn.Module, config: Config) -> None:
 
 
 def export_weights(path: Path, weights: Mapping[str, torch.Tensor], config: Config) -> None:
-    """Writes full weights, on the CPU, to `path`, in one piece.
+    """Write full weights, on the CPU, to `path`, in one piece.
 
     Args:
         path: a file, which is replaced, or made together with its folder.
@@ -87,7 +87,7 @@ def _mode_of_new_files(folder: Path) -> int:
 
 
 def export_checkpoint(source: Path, path: Path) -> Path:
-    """Writes the weights of a checkpoint to `path`; returns which checkpoint it was.
+    """Write the weights of a checkpoint to `path`; return which checkpoint it was.
 
     A single process is enough, for any number of ranks that wrote the checkpoint.
 

@@ -25,7 +25,7 @@ _PASSED_ON = "--signals-to-handle"
 
 
 def launch(words: Sequence[str]) -> int:
-    """Starts the ranks, waits for them, and returns the exit code of the run.
+    """Start the ranks, wait for them, and return the exit code of the run.
 
     torchrun reports a rank that ends with any other exit code.
 

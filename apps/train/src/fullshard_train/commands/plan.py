@@ -213,7 +213,7 @@ def _named(config: Config, folder: RunFolder) -> Config:
 
 
 def require_room(plan: Plan) -> None:
-    """Passes if `claim` would find the folder ready; writes nothing.
+    """Pass if `claim` would find the folder ready; write nothing.
 
     Raises:
         TrainError: the folder holds something that is not to be continued.
@@ -228,7 +228,7 @@ def require_room(plan: Plan) -> None:
 
 
 def claim(plan: Plan) -> None:
-    """Makes the run folder ready; no other code changes a disk before training.
+    """Make the run folder ready; no other code changes a disk before training.
 
     Raises:
         TrainError: the folder holds something that is not to be continued.

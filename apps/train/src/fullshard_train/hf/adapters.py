@@ -103,7 +103,7 @@ def _adapted(model: nn.Module, name: str) -> bool:
 
 @torch.no_grad()
 def fill_from_base(model: nn.Module) -> None:
-    """Gives magnitudes and modules trained whole the values that come from a base with values.
+    """Give magnitudes and modules trained whole the values that come from a base with values.
 
     Every rank that has a part of the model calls this; each holds one whole weight at a time.
     """

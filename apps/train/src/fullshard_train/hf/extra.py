@@ -27,7 +27,7 @@ _INSTALL = "pip install 'fullshard-train[hf]'"
 
 
 def require_extra(*names: str) -> None:
-    """Passes if these libraries are installed.
+    """Pass if these libraries are installed.
 
     Raises:
         TrainError: one is not.
@@ -63,7 +63,7 @@ def _library(name: str) -> ModuleType:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Drops each layer's activations of `model`, and computes them again in backward."""
+    """Drop each layer's activations of `model`, and compute them again in backward."""
     options = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
@@ -79,7 +79,7 @@ def layer_classes(model: nn.Module) -> frozenset[str]:
 
 
 def initial_values_in_place(model: nn.Module, part: nn.Module) -> None:
-    """Draws the parameters of `part`, a module of `model`, as its architecture prescribes.
+    """Draw the parameters of `part`, a module of `model`, as its architecture prescribes.
 
     Random numbers come from torch's default generator.
     """

@@ -20,7 +20,7 @@ _LONGEST = 64
 
 @torch.no_grad()
 def require_isolation(model: Causal, block: int, tokens: int) -> None:
-    """Passes if what a document's tokens say does not depend on the document before it.
+    """Pass if what a document's tokens say does not depend on the document before it.
 
     Every rank calls this; it runs two forwards of a short row.
 

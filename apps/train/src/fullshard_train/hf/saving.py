@@ -25,7 +25,7 @@ __all__ = ["save_pretrained"]
 
 
 def save_pretrained(model: Causal, root: Path, config: Config) -> None:
-    """Writes the model, or its adapters, into the folder `root`; every rank calls this.
+    """Write the model, or its adapters, into the folder `root`; every rank calls this.
 
     A process without a process group may call it too. Existing files are replaced.
 
@@ -72,7 +72,7 @@ def _copy_companions(folder: ModelFolder, root: Path) -> None:
 
 
 def _describe(model: Causal, root: Path, folder: ModelFolder, dtype: torch.dtype | None) -> None:
-    """Writes the configuration of the model, or of its adapters."""
+    """Write the configuration of the model, or of its adapters."""
     inner: Any = model.inner
     if dtype is None:
         adapters = inner.peft_config["default"]

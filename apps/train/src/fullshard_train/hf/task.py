@@ -60,7 +60,7 @@ def load_task(config: Config, world: World) -> HFTask:
 
 
 def _read(config: Config, read: list[Documents]) -> str:
-    """Reads everything that may be wrong; returns the fingerprint of the model's folder."""
+    """Read everything that may be wrong; return the fingerprint of the model's folder."""
     section = config.hf
     folder = open_folder(section)
     with torch.device("meta"):

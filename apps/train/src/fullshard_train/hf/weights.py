@@ -33,7 +33,7 @@ _SHOWN = 5
 
 
 def fill(model: Causal, config: Config, seed: int) -> None:
-    """Gives a model that has memory its buffers and initial values; sharded or not.
+    """Give a model that has memory its buffers and initial values; sharded or not.
 
     Every rank that has a part of the model calls this.
 
@@ -54,7 +54,7 @@ def fill(model: Causal, config: Config, seed: int) -> None:
 
 
 def fill_untrained(model: Causal, config: Config, seed: int) -> None:
-    """Gives a model that has memory what a checkpoint leaves out: buffers, and a frozen base.
+    """Give a model that has memory what a checkpoint leaves out: buffers, and a frozen base.
 
     Raises:
         TrainError: as `fill`.

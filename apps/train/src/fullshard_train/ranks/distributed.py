@@ -110,13 +110,13 @@ def start_world(patience: timedelta | None = None) -> World:
 
 
 def stop_world() -> None:
-    """Ends the process group, if there is one."""
+    """End the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def meet() -> None:
-    """Waits until every rank is here.
+    """Wait until every rank is here.
 
     A sum on the CPU, since a barrier may pick a GPU before each rank has chosen its own.
     """
@@ -248,7 +248,7 @@ def make_mesh(config: Config, world: World, device: torch.device) -> DeviceMesh:
 
 
 def require_rows(config: Config, ranks: int) -> None:
-    """Passes if each rank has a row of each micro-batch.
+    """Pass if each rank has a row of each micro-batch.
 
     Raises:
         TrainError: the batch is too small.

@@ -54,7 +54,7 @@ class StopRequest:
         return self._number
 
     def receive(self, number: int) -> None:
-        """Takes a signal: the first is noted; a second signal that is not an echo aborts."""
+        """Take a signal: the first is noted; a second signal that is not an echo aborts."""
         now = self._clock()
         if self._number == 0:
             self._number, self._since = number, now

@@ -109,7 +109,7 @@ class Forgiving:
         self._thread.start()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Hands a copy of the record on, and returns at once."""
+        """Hand a copy of the record on, and return at once."""
         if self._dropped:
             return
         if self._records.qsize() >= _BEHIND:
@@ -118,7 +118,7 @@ class Forgiving:
         self._records.put(dict(record))
 
     def close(self) -> None:
-        """Closes the logger once it has all records, unless it was dropped or takes too long."""
+        """Close the logger once it has all records, unless it was dropped or takes too long."""
         if self._dropped or not self._thread.is_alive():
             return
         self._records.put(None)

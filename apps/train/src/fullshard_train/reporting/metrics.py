@@ -35,11 +35,11 @@ class MetricsSink(Protocol):
     """Takes records as they are measured."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Takes one record."""
+        """Take one record."""
         ...
 
     def close(self) -> None:
-        """Takes no more."""
+        """Take no more."""
         ...
 
 
@@ -47,7 +47,7 @@ class NoMetrics:
     """The sink of the ranks that do not write."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Drops the record."""
+        """Drop the record."""
 
     def close(self) -> None:
         """Has nothing to close."""
@@ -60,11 +60,11 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends one line."""
+        """Append one line."""
         self._file.write(_line(record))
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -87,12 +87,12 @@ class SeveralSinks:
         self._sinks = sinks
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Hands the record to each."""
+        """Hand the record to each."""
         for sink in self._sinks:
             sink.write(record)
 
     def close(self) -> None:
-        """Closes each."""
+        """Close each."""
         for sink in self._sinks:
             sink.close()
 
@@ -116,18 +116,18 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=step + 1, flush_secs=10)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Adds a point to the curve of each number in the record."""
+        """Add a point to the curve of each number in the record."""
         for name, value in record.items():
             if name not in ("kind", "step"):
                 self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
 
     def close(self) -> None:
-        """Brings the last points to the disk."""
+        """Bring the last points to the disk."""
         self._writer.close()
 
 
 def require_tensorboard() -> None:
-    """Passes if TensorBoard is installed.
+    """Pass if TensorBoard is installed.
 
     Raises:
         TrainError: it is not.
@@ -151,7 +151,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_until(source: Path, target: Path, step: int) -> None:
-    """Makes `target` hold the records of `source` up to `step` updates; both may be one file.
+    """Make `target` hold the records of `source` up to `step` updates; both may be one file.
 
     The file is replaced in one piece, so a kill leaves the old one or the new one.
     """

@@ -40,10 +40,10 @@ class Progress:
         )
 
     def advance(self, steps: int, *, loss: float, speed: float) -> None:
-        """Moves by `steps` and shows the last loss and the speed in items per second."""
+        """Move by `steps` and show the last loss and the speed in items per second."""
         self._bar.set_description_str(f"loss {loss:.4f}, {speed:,.0f} {self.item}/s", refresh=False)
         self._bar.update(steps)
 
     def close(self) -> None:
-        """Ends the line."""
+        """End the line."""
         self._bar.close()

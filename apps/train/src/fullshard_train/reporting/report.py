@@ -39,7 +39,7 @@ class Result:
 
 
 def write_report(folder: RunFolder, result: Result) -> str:
-    """Writes sample, numbers and picture into the run's folder; returns the summary to print."""
+    """Write sample, numbers and picture into the run's folder; return the summary to print."""
     task = result.task
     folder.sample.write_text(result.sample, encoding="utf-8")
     numbers: dict[str, object] = {

@@ -76,7 +76,7 @@ class RunFolder:
         return self.root / "result.json"
 
     def create(self, config: Config) -> None:
-        """Makes the folder and writes the config into it.
+        """Make the folder and write the config into it.
 
         Raises:
             TrainError: it holds something already, or cannot be made.
@@ -89,7 +89,7 @@ class RunFolder:
             raise TrainError(f"run folder {self.root}: {error.strerror or error}") from error
 
     def require_free(self) -> None:
-        """Passes if there is nothing yet.
+        """Pass if there is nothing yet.
 
         Raises:
             TrainError: it holds something already, or cannot be looked into.
@@ -105,7 +105,7 @@ class RunFolder:
             )
 
     def describe(self, config: Config) -> None:
-        """Writes the config into the folder; resuming may have changed it."""
+        """Write the config into the folder; resuming may have changed it."""
         temporary = self.config.with_name(self.config.name + ".new")
         temporary.write_text(to_toml(config), encoding="utf-8")
         temporary.replace(self.config)

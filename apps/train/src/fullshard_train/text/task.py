@@ -128,7 +128,7 @@ class TextTask:
         return initial_value(name, shape, layers=self.config.model.layers, generator=generator)
 
     def fill(self, model: nn.Module, seed: int) -> None:
-        """Fills each parameter with its `initial_value`."""
+        """Fill each parameter with its `initial_value`."""
         initialise(model, self.initial_value, seed)
 
     def counted(self, step: int) -> int:

@@ -18,7 +18,7 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def be_deterministic() -> None:
-    """Makes CUDA repeat itself bit for bit; the CPU kernels in use here always do."""
+    """Make CUDA repeat itself bit for bit; the CPU kernels in use here always do."""
     # The setting that cuBLAS requires; read when its handle is made.
     os.environ.setdefault(_CUBLAS, ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -28,7 +28,7 @@ def be_deterministic() -> None:
 
 @contextmanager
 def settings_put_back() -> Iterator[None]:
-    """Puts back what `be_deterministic` changes, warnings' filters, and torch's random state."""
+    """Put back what `be_deterministic` changes, warnings' filters, and torch's random state."""
     algorithms = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]

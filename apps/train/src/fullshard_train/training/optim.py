@@ -19,7 +19,7 @@ _RULE = "fullshard_train_rule"
 def step_by(
     parameter: torch.Tensor, *, algorithm: str = "matrix", split: int | None = None
 ) -> None:
-    """Describes a matrix for Muon or SOAP; a sharded parameter keeps it.
+    """Describe a matrix for Muon or SOAP; a sharded parameter keeps it.
 
     Args:
         parameter: of two dims.

@@ -64,7 +64,7 @@ class Profiled:
             self.end()
 
     def end(self) -> None:
-        """Writes what is recorded and not written; every rank calls this after the same step.
+        """Write what is recorded and not written; every rank calls this after the same step.
 
         Raises:
             TrainError: on every rank, if a trace cannot be written.

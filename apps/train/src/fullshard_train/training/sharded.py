@@ -120,7 +120,7 @@ def shard_model(
 
 @torch.no_grad()
 def initialise(model: nn.Module, initial_value: InitialValue, seed: int) -> None:
-    """Fills every parameter with its value; of a sharded one, this rank's shard.
+    """Fill every parameter with its value; of a sharded one, this rank's shard.
 
     Each parameter is drawn whole, from a generator of its own, and cut here; so the weights do not
     depend on the world size, no rank waits for another, and a rank holds one whole parameter at a

@@ -101,7 +101,7 @@ class Trainer:
         self._started = self._last_flush = time.perf_counter()
 
     def resume(self, checkpoint: Path, position: Position) -> None:
-        """Continues from a checkpoint.
+        """Continue from a checkpoint.
 
         Raises:
             TrainError: as `load_checkpoint`.
@@ -110,7 +110,7 @@ class Trainer:
         self.step = position.step
 
     def fit(self, outputs: Outputs, request: StopRequest | None = None) -> int:
-        """Does the remaining updates and leaves a checkpoint after the last one.
+        """Do the remaining updates and leave a checkpoint after the last one.
 
         Returns 0; or the number of the signal that made it save and stop before, at the step that
         all ranks had reached.
@@ -264,7 +264,7 @@ class Trainer:
         return total
 
     def _flush(self, outputs: Outputs) -> None:
-        """Records the updates since the last flush: one all-reduce, one wait for the device."""
+        """Record the updates since the last flush: one all-reduce, one wait for the device."""
         pending, self._pending = self._pending, []
         losses = sum_over_ranks(torch.stack([update.loss for update in pending])) / self.world.size
         now = time.perf_counter()

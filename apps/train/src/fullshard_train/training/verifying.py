@@ -26,7 +26,7 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 def require_verified(
     task: Task, config: Config, *, world: World, mesh: DeviceMesh, device: torch.device
 ) -> Verdict:
-    """Trains three steps both ways, and returns the verdict; the run itself is not touched.
+    """Train three steps both ways, and return the verdict; the run itself is not touched.
 
     Raises:
         TrainError: if they differ, with where and why, or if the unsharded model has no room.

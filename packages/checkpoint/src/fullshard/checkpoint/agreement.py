@@ -39,7 +39,7 @@ def said_of(error: BaseException | None) -> str:
 
 @contextmanager
 def told(tell: Callable[[Exception | None], None]) -> Iterator[None]:
-    """Calls ``tell`` with what the ``with`` block raised, or None; ``tell`` raises it."""
+    """Call ``tell`` with what the ``with`` block raised, or None; ``tell`` raises it."""
     error: Exception | None = None
     try:
         yield
@@ -116,14 +116,14 @@ def settle(error: BaseException | None, verdict: str) -> None:
 def _verdict(
     process_group: dist.ProcessGroup, params: Mapping[str, DTensor], state: StateDict, known: str
 ) -> str:
-    """Returns what is wrong on any rank; nothing if nothing is, or the same on all."""
+    """Return what is wrong on any rank; nothing if nothing is, or the same on all."""
     lines = [(f"{name}: {_signature(state.get(name))}",) * 2 for name in params]
     device = device_of_mesh(next(iter(params.values())).device_mesh)
     return EXCHANGE.verdict(lines, known, process_group, device)
 
 
 def _signature(value: Any) -> str:
-    """Returns what must be equal on all ranks: the key of each part, its kind, how it is cut."""
+    """Return what must be equal on all ranks: the key of each part, its kind, how it is cut."""
     said = []
     for key, item in value.items() if isinstance(value, dict) else [("", value)]:
         for part in tensors_in(item):
@@ -137,7 +137,7 @@ def _signature(value: Any) -> str:
 def _fill(
     process_group: dist.ProcessGroup, params: Mapping[str, DTensor], state: StateDict
 ) -> None:
-    """Gives a rank with an empty part, and no state for it, the state that the first rank has."""
+    """Give a rank with an empty part, and no state for it, the state that the first rank has."""
     known = [{name: map_tensors(_outline, state[name]) for name in params if name in state}]
     dist.broadcast_object_list(known, group=process_group, group_src=0)
     for name, value in known[0].items():

@@ -65,7 +65,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """Returns the box of a whole tensor of ``shape``."""
+        """Return the box of a whole tensor of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -79,7 +79,7 @@ class Box:
         return math.prod(self.size)
 
     def overlap(self, other: Box) -> Box:
-        """Returns what is in both: without elements if nothing is."""
+        """Return what is in both: without elements if nothing is."""
         start = tuple(map(max, self.start, other.start))
         stop = map(min, self.stop, other.stop)
         return Box(start, tuple([max(b - a, 0) for a, b in zip(start, stop, strict=True)]))
@@ -91,12 +91,12 @@ class Box:
         return Box(tuple(starts), tuple(sizes))
 
     def chunk(self, cut: Cut, index: int) -> Box:
-        """Returns a chunk of it, which is what ``cut`` cuts."""
+        """Return a chunk of it, which is what ``cut`` cuts."""
         start, size = cut.span(index)
         return self.along(cut.dim, self.start[cut.dim] + start, size)
 
     def of(self, tensor: torch.Tensor, held: Box | None = None) -> torch.Tensor:
-        """Returns this part of ``tensor``, a view.
+        """Return this part of ``tensor``, a view.
 
         Args:
             tensor: the whole, or a part of it.
@@ -111,7 +111,7 @@ class Box:
 
 
 def cuts_of(tensor: torch.Tensor) -> tuple[Cut, ...]:
-    """Returns the cuts of ``tensor`` in their order; see [Note: order of cuts]."""
+    """Return the cuts of ``tensor`` in their order; see [Note: order of cuts]."""
     if not isinstance(tensor, DTensor):
         return ()
     coordinate = tensor.device_mesh.get_coordinate()
@@ -120,7 +120,7 @@ def cuts_of(tensor: torch.Tensor) -> tuple[Cut, ...]:
 
 
 def cuts_at(spec: ShardingSpec, coordinate: Sequence[int]) -> tuple[Cut, ...]:
-    """Returns the cuts of a ``DTensor`` of ``spec`` for the rank at ``coordinate`` of its mesh."""
+    """Return the cuts of a ``DTensor`` of ``spec`` for the rank at ``coordinate`` of its mesh."""
     mesh, placements = spec.mesh, dict[int, Any](enumerate(spec.placements))
     axes = [axis for axis, placed in placements.items() if not placed.is_replicate()]
     axes.sort(key=lambda axis: axis if type(placements[axis]) is Shard else 2 * mesh.ndim - axis)
@@ -134,7 +134,7 @@ def cuts_at(spec: ShardingSpec, coordinate: Sequence[int]) -> tuple[Cut, ...]:
 
 
 def box_at(spec: ShardingSpec, coordinate: Sequence[int]) -> Box:
-    """Returns what the rank at ``coordinate`` of its mesh has of a ``DTensor`` of ``spec``."""
+    """Return what the rank at ``coordinate`` of its mesh has of a ``DTensor`` of ``spec``."""
     box = Box.whole(spec.shape)
     for cut in cuts_at(spec, coordinate):
         box = box.chunk(cut, cut.index)
@@ -142,7 +142,7 @@ def box_at(spec: ShardingSpec, coordinate: Sequence[int]) -> Box:
 
 
 def box_here(spec: ShardingSpec) -> Box:
-    """Returns what this rank has of a ``DTensor`` of ``spec``: nothing outside of its mesh."""
+    """Return what this rank has of a ``DTensor`` of ``spec``: nothing outside of its mesh."""
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:
         return Box((0,) * len(spec.shape), (0,) * len(spec.shape))
@@ -150,12 +150,12 @@ def box_here(spec: ShardingSpec) -> Box:
 
 
 def box_of(tensor: torch.Tensor) -> Box:
-    """Returns what this rank has of ``tensor``; all of a plain one."""
+    """Return what this rank has of ``tensor``; all of a plain one."""
     return box_here(spec_of(tensor)) if isinstance(tensor, DTensor) else Box.whole(tensor.shape)
 
 
 def boxes_by_rank(tensor: DTensor) -> dict[int, Box]:
-    """Returns what each rank of its mesh, by its global number, has of ``tensor``."""
+    """Return what each rank of its mesh, by its global number, has of ``tensor``."""
     ranks, spec = tensor.device_mesh.mesh, spec_of(tensor)
     places = itertools.product(*map(range, ranks.shape))
     return {int(ranks[place]): box_at(spec, place) for place in places}

@@ -13,7 +13,7 @@ __all__ = ["ShardMetadata", "ShardedTensor", "process_group_of"]
 
 
 def process_group_of(tensor: ShardedTensor) -> dist.ProcessGroup:
-    """Returns the ranks over which it is cut (``_process_group``).
+    """Return the ranks over which it is cut (``_process_group``).
 
     torch's FSDP1 and its reader of optimizer state give this type, which has no public name.
     """

@@ -35,7 +35,7 @@ InitFn: TypeAlias = Callable[[str, torch.Tensor, torch.Generator], object]
 
 @torch.no_grad()
 def initialise(model: nn.Module, init_fn: InitFn, seed: int) -> None:
-    """Gives every parameter its initial value: the same on any mesh and for the unsharded model.
+    """Give every parameter its initial value: the same on any mesh and for the unsharded model.
 
     Per parameter, ``init_fn`` fills a whole tensor in float32 on the CPU with random numbers of a
     generator that knows only the seed and the parameter's name; each rank casts and keeps its part.
@@ -108,7 +108,7 @@ def _quiet_groups(params: dict[str, torch.Tensor]) -> list[FSDPParamGroup]:
 
 
 def _fill(name: str, param: torch.Tensor, init_fn: InitFn, seed: int) -> None:
-    """Draws one parameter and writes this rank's part of it."""
+    """Draw one parameter and write this rank's part of it."""
     dtype = torch.complex64 if param.is_complex() else torch.float32
     full = torch.full(param.shape, float("nan"), dtype=dtype, device="cpu")
     init_fn(name, full, _generator(name, seed))
@@ -122,13 +122,13 @@ def _fill(name: str, param: torch.Tensor, init_fn: InitFn, seed: int) -> None:
 
 
 def _generator(name: str, seed: int) -> torch.Generator:
-    """Returns a CPU generator of ``name`` and ``seed``; see [Note: one generator per parameter]."""
+    """Return a CPU generator of ``name`` and ``seed``; see [Note: one generator per parameter]."""
     digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def _require_set(name: str, full: torch.Tensor) -> None:
-    """Raises if an element is still NaN; without a copy of ``full``."""
+    """Raise if an element is still NaN; without a copy of ``full``."""
     numbers = torch.view_as_real(full) if full.is_complex() else full
     if numbers.numel() and bool(numbers.amin().isnan()):
         unset = "all" if bool(numbers.isnan().all()) else "some"

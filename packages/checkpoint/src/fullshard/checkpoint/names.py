@@ -36,7 +36,7 @@ OptimInput = Iterable[Any] | None
 
 
 def clean_name(name: str) -> str:
-    """Returns ``name`` without the segments of wrappers; see [Note: clean names]."""
+    """Return ``name`` without the segments of wrappers; see [Note: clean names]."""
     return ".".join(part for part in name.split(".") if part not in _SEGMENTS)
 
 
@@ -96,7 +96,7 @@ class ParamNames:
         return tuple(self.params if self.groups is None else itertools.chain(*self.groups))
 
     def by_name(self, state_dict: Mapping[str, Any]) -> StateDict:
-        """Returns ``state_dict`` with first clean names as keys; the states are the same objects.
+        """Return ``state_dict`` with first clean names as keys; the states are the same objects.
 
         Keys that stand for no parameter stay: they are the user's.
 
@@ -125,7 +125,7 @@ class ParamNames:
         return self.order[key]
 
     def by_key(self, named: StateDict, own: Mapping[str, Any] | None = None) -> StateDict:
-        """Returns ``named`` as the optimizer loads it.
+        """Return ``named`` as the optimizer loads it.
 
         Args:
             named: with first clean names as keys.
@@ -149,7 +149,7 @@ class ParamNames:
         return _renamed(named, lambda name: keys.get(name, name))
 
     def _regrouped(self, saved: Sequence[Mapping[str, Any]]) -> Iterator[StateDict]:
-        """Yields the optimizer's groups, with the options that their parameters were saved with.
+        """Yield the optimizer's groups, with the options that their parameters were saved with.
 
         So groups may come in another order, and be split or joined. Where others are sharded,
         parameters that are not, and were not saved, are left out, as torch does: the code that

@@ -51,7 +51,7 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """Returns the whole state of ``optim``, on the CPU, by names; call it on every rank.
+    """Return the whole state of ``optim``, on the CPU, by names; call it on every rank.
 
     The result equals the state of the unsharded model's optimizer, with names in place of ids.
 
@@ -75,7 +75,7 @@ def full_optim_state_dict(
 def sharded_optim_state_dict(
     model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
 ) -> StateDict:
-    """Returns the state of ``optim`` by names, in which every part is a ``DTensor``.
+    """Return the state of ``optim`` by names, in which every part is a ``DTensor``.
 
     Nothing is sent. The result is what ``torch.distributed.checkpoint`` saves and loads.
 
@@ -96,7 +96,7 @@ def optim_state_dict(
     optim_state_dict: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """Returns the state of ``optim`` by names, as the model's ``OptimStateOptions`` say.
+    """Return the state of ``optim`` by names, as the model's ``OptimStateOptions`` say.
 
     Args:
         model: the model whose parameters ``optim`` steps; see ``set_optim_state_options``.
@@ -121,7 +121,7 @@ def shard_full_optim_state_dict(
     optim_input: OptimInput = None,
     optim: Optimizer | None = None,
 ) -> StateDict:
-    """Returns this rank's part of a full state dict, for ``optim.load_state_dict``.
+    """Return this rank's part of a full state dict, for ``optim.load_state_dict``.
 
     Nothing is sent: every rank has all of it and cuts out its part.
 
@@ -140,7 +140,7 @@ def shard_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: Mapping[str, Any], model: nn.Module, optim: Optimizer
 ) -> StateDict:
-    """Returns a sharded state dict for ``optim.load_state_dict``; call it on every rank.
+    """Return a sharded state dict for ``optim.load_state_dict``; call it on every rank.
 
     A part that is cut like the parameter of ``model`` is used unchanged. A part on another mesh is
     gathered and cut again, one after the other.
@@ -164,7 +164,7 @@ def scatter_full_optim_state_dict(
     optim: Optimizer | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """Returns this rank's part of rank 0's state dict, for ``optim.load_state_dict``.
+    """Return this rank's part of rank 0's state dict, for ``optim.load_state_dict``.
 
     Call it on every rank. No other rank ever holds more than its parts.
 
@@ -192,7 +192,7 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """Returns a state dict, in the form that the model's options say, for ``optim``.
+    """Return a state dict, in the form that the model's options say, for ``optim``.
 
     Args:
         model: the model whose parameters ``optim`` steps; see ``set_optim_state_options``.
@@ -222,7 +222,7 @@ def rekey_optim_state_dict(
     optim_input: OptimInput = None,
     optim: Optimizer | None = None,
 ) -> StateDict:
-    """Returns ``optim_state_dict`` with names for ids, or ids for names; tensors are the same.
+    """Return ``optim_state_dict`` with names for ids, or ids for names; tensors are the same.
 
     Between an ordinary checkpoint of the unsharded model and full state dicts.
 

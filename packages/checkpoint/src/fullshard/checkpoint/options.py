@@ -60,7 +60,7 @@ class OptimStateOptions:
     rank0_only: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the fields.
+        """Check the fields.
 
         Raises:
             TypeError: if one is of the wrong type.
@@ -81,7 +81,7 @@ _told: weakref.WeakKeyDictionary[nn.Module, OptimStateOptions] = weakref.WeakKey
 
 
 def set_optim_state_options(module: nn.Module, options: OptimStateOptions) -> OptimStateOptions:
-    """Returns the options that ``module`` had, after telling it and all below it ``options``.
+    """Return the options that ``module`` had, after telling it and all below it ``options``.
 
     Raises:
         TypeError: if ``options`` is no ``OptimStateOptions``.

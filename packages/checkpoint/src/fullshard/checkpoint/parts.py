@@ -56,7 +56,7 @@ def map_state(
     params: Mapping[str, torch.Tensor],
     state: Mapping[str, Any],
 ) -> StateDict:
-    """Returns ``state`` with ``fn(place, tensor)`` for each tensor in it.
+    """Return ``state`` with ``fn(place, tensor)`` for each tensor in it.
 
     In the order of ``params``, which all ranks share; what belongs to no parameter comes last.
     """
@@ -72,7 +72,7 @@ def map_state(
 
 
 def as_cut(param: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """Returns the ``DTensor`` of this rank's part ``local``, cut as ``param`` is; no copy."""
+    """Return the ``DTensor`` of this rank's part ``local``, cut as ``param`` is; no copy."""
     assert isinstance(param, DTensor), "only those are cut"
     if local.dtype is param.dtype:
         return make_dtensor(local, spec_of(param))
@@ -81,7 +81,7 @@ def as_cut(param: torch.Tensor, local: torch.Tensor) -> DTensor:
 
 
 def as_part(at: Place, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor``: as a ``DTensor`` if it is a part of the parameter."""
+    """Return ``tensor``: as a ``DTensor`` if it is a part of the parameter."""
     is_number = tensor.ndim == 0 and at.key in STEP_NUMBERS
     if not isinstance(at.param, DTensor) or isinstance(tensor, DTensor) or is_number:
         return tensor
@@ -89,7 +89,7 @@ def as_part(at: Place, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: DTensor) -> torch.Tensor:
-    """Returns the full tensor, on the mesh's device: shards may live on the CPU. A copy.
+    """Return the full tensor, on the mesh's device: shards may live on the CPU. A copy.
 
     Every rank of the mesh calls it.
     """
@@ -102,7 +102,7 @@ def whole(tensor: DTensor) -> torch.Tensor:
 
 
 def fitted(param: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor``; if it is cut otherwise than ``param``, all of it, by a collective.
+    """Return ``tensor``; if it is cut otherwise than ``param``, all of it, by a collective.
 
     A ``DTensor`` whose shape differs from a sharded ``param`` is no part of it, and is returned
     unchanged.
@@ -117,7 +117,7 @@ def fitted(param: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def loadable(at: Place, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of what this rank keeps of ``tensor``.
+    """Return a copy of what this rank keeps of ``tensor``.
 
     A whole tensor of the parameter's shape is cut as the parameter; a part, as a ``DTensor`` or a
     plain tensor of the shard's shape, becomes a ``DTensor``; other tensors stay unchanged. A tensor
@@ -138,7 +138,7 @@ def loadable(at: Place, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unwrapped(at: Place, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor``; a ``ShardedTensor`` as a ``DTensor`` of the same memory.
+    """Return ``tensor``; a ``ShardedTensor`` as a ``DTensor`` of the same memory.
 
     The cut is that of the parameter if ranks hold as much of both, and by rows otherwise.
 

@@ -24,7 +24,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]
 
 
 def own_group(purpose: str) -> dist.ProcessGroup:
-    """Returns the process group of all ranks for ``purpose``; made once, by all ranks alike.
+    """Return the process group of all ranks for ``purpose``; made once, by all ranks alike.
 
     The group ends with the default process group.
     """
@@ -37,6 +37,6 @@ def own_group(purpose: str) -> dist.ProcessGroup:
 
 
 def ranks_of(params: Mapping[str, torch.Tensor]) -> set[int]:
-    """Returns the global numbers of all ranks on the meshes of ``params``."""
+    """Return the global numbers of all ranks on the meshes of ``params``."""
     meshes = {each.device_mesh for each in params.values() if isinstance(each, DTensor)}
     return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}

@@ -33,7 +33,7 @@ def saved_state(
     options: OptimStateOptions,
     group: dist.ProcessGroup | None = None,
 ) -> StateDict:
-    """Returns ``state_dict``, or the optimizer's own, by names and as ``options`` say.
+    """Return ``state_dict``, or the optimizer's own, by names and as ``options`` say.
 
     Args:
         names: those of the model and its optimizer.
@@ -64,7 +64,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 def _given(
     options: OptimStateOptions, first: int | None, at: Place, tensor: torch.Tensor
 ) -> torch.Tensor:
-    """Returns what stands for ``tensor`` in a state dict; rank ``first`` alone gets whole ones."""
+    """Return what stands for ``tensor`` in a state dict; rank ``first`` alone gets whole ones."""
     if isinstance(tensor, DTensor) and at.param is not None:
         if options.kind is OptimStateKind.FULL:
             whole = gathered(tensor, first)
@@ -83,7 +83,7 @@ def loadable_state(
     group: dist.ProcessGroup | None = None,
     own: Mapping[str, Any] | None = None,
 ) -> StateDict:
-    """Returns ``state_dict`` as the optimizer loads it.
+    """Return ``state_dict`` as the optimizer loads it.
 
     Args:
         names: those of the model and its optimizer.

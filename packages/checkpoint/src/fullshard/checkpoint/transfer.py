@@ -27,7 +27,7 @@ _Params = Mapping[str, torch.Tensor]
 
 
 def first_rank(params: _Params, group: dist.ProcessGroup | None) -> int:
-    """Returns the global number of rank 0 of ``group``, or of the ranks of the model."""
+    """Return the global number of rank 0 of ``group``, or of the ranks of the model."""
     return min(ranks_of(params), default=0) if group is None else dist.get_global_rank(group, 0)
 
 
@@ -40,7 +40,7 @@ def _check(process_group: dist.ProcessGroup, sent: torch.Tensor) -> None:
 
 
 def gathered(tensor: DTensor, first: int | None) -> torch.Tensor | None:
-    """Returns a copy of the whole tensor on rank ``first``, or on all; None elsewhere.
+    """Return a copy of the whole tensor on rank ``first``, or on all; None elsewhere.
 
     Call it on every rank, with equal tensors in one order. The last cut is undone first, by the
     ranks that ``first`` needs for it. Where it is replicated, the others send nothing: they may not
@@ -93,7 +93,7 @@ class Sender:
         return self.process_group.rank() == 0
 
     def agree(self, error: Exception | None) -> None:
-        """Raises ``error``, or ``RankMismatchError`` if another rank found one."""
+        """Raise ``error``, or ``RankMismatchError`` if another rank found one."""
         agree_over(EXCHANGE, self.process_group, self.device, (), error)
 
 
@@ -122,7 +122,7 @@ def sender_of(params: _Params, group: dist.ProcessGroup | None) -> Sender | None
 
 
 def require_plain(at: Place, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor``, which can be scattered.
+    """Return ``tensor``, which can be scattered.
 
     Raises:
         ValueError: if it is a part itself, or of a class of its own.
@@ -136,7 +136,7 @@ def require_plain(at: Place, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def scattered(sender: Sender, params: _Params, named: StateDict) -> StateDict:
-    """Returns the first rank's state dict ``named``, of which this rank has its own parts.
+    """Return the first rank's state dict ``named``, of which this rank has its own parts.
 
     Args:
         sender: who has it.
@@ -167,7 +167,7 @@ def _travels(at: Place, tensor: torch.Tensor) -> bool:
 
 
 def _part(sender: Sender, full: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
-    """Returns this rank's part of the first rank's ``full``; ``boxes``: of each rank."""
+    """Return this rank's part of the first rank's ``full``; ``boxes``: of each rank."""
     group, most = sender.process_group, max(box.numel for box in boxes)
     packed: dict[Box, torch.Tensor] = {}
     for box in {*boxes} if sender.mine else ():

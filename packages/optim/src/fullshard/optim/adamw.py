@@ -21,19 +21,19 @@ _AVERAGES = ("exp_avg", "exp_avg_sq")
 
 
 def adamw_shapes(param: torch.Tensor) -> Shapes:
-    """Returns the keys of a parameter's state, and the shape of each tensor; None: a number."""
+    """Return the keys of a parameter's state, and the shape of each tensor; None: a number."""
     return {"step": None, **dict.fromkeys(_AVERAGES, tuple(param.shape))}
 
 
 def require_adamw(each: Stepped) -> None:
-    """Raises ``RuntimeError`` if a parameter has a state that is cut otherwise than it is."""
+    """Raise ``RuntimeError`` if a parameter has a state that is cut otherwise than it is."""
     if each.state:
         for name in _AVERAGES:
             each.part(name)
 
 
 def step_adamw(stepped: Sequence[Stepped]) -> None:
-    """Steps parameters of one group by AdamW (Loshchilov and Hutter, 2019), as torch does.
+    """Step parameters of one group by AdamW (Loshchilov and Hutter, 2019), as torch does.
 
     At least one; those that were never stepped get their first state.
     """

@@ -105,7 +105,7 @@ class AdamW8bit(ShardedOptimizer):
     def _loaded(
         self, group: Mapping[str, Any], param: torch.Tensor, state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns the state in the dtypes in which it was kept; scales may be of another mesh."""
+        """Return the state in the dtypes in which it was kept; scales may be of another mesh."""
         return {name: _placed_as(param, name, value) for name, value in state.items()}
 
     def _change(self, found: Sequence[Sequence[Stepped]]) -> None:
@@ -131,7 +131,7 @@ class AdamW8bit(ShardedOptimizer):
 
 
 def _shapes_of(group: Mapping[str, Any], param: torch.Tensor) -> Shapes:
-    """Returns the keys of a parameter's state, and the shape of what is there; None: a number."""
+    """Return the keys of a parameter's state, and the shape of what is there; None: a number."""
     shapes: dict[str, Sequence[int] | None] = {"step": None}
     for name in MOMENTS:
         shapes[name] = param.shape
@@ -147,7 +147,7 @@ def _keeps_residual(group: Mapping[str, Any], param: torch.Tensor) -> bool:
 
 
 def _start(each: Stepped) -> None:
-    """Gives a parameter its first state."""
+    """Give a parameter its first state."""
     shape = each.param.shape
     each.state["step"] = torch.zeros((), dtype=torch.float32)
     for name in MOMENTS:
@@ -161,14 +161,14 @@ def _start(each: Stepped) -> None:
 
 
 def _require_state(each: Stepped) -> None:
-    """Raises ``RuntimeError`` unless the state is cut as the parameter."""
+    """Raise ``RuntimeError`` unless the state is cut as the parameter."""
     for name, wanted in _shapes_of(each.options, each.param).items():
         if wanted is not None:
             each.part(name, wanted, plain=name.endswith("_scale") and is_cut(each))
 
 
 def _placed(each: Stepped, whole: torch.Tensor) -> torch.Tensor:
-    """Returns zeros for the scales of a parameter; ``whole``: as the unsharded model has them."""
+    """Return zeros for the scales of a parameter; ``whole``: as the unsharded model has them."""
     if each.spec is None or is_cut(each):
         return torch.zeros_like(whole, device=each.data.device)
     spec = make_spec(each.spec.mesh, tuple(each.spec.placements), whole)
@@ -177,7 +177,7 @@ def _placed(each: Stepped, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _placed_as(param: torch.Tensor, name: str, value: Any) -> Any:
-    """Returns a part of a state as ``param`` keeps it: scales may be cut otherwise."""
+    """Return a part of a state as ``param`` keeps it: scales may be cut otherwise."""
     if not isinstance(value, torch.Tensor) or name == "step":
         return value
     if name.endswith("_scale"):
@@ -198,7 +198,7 @@ def _scales_for(param: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @untraced
 def _take_largest(cut: Sequence[Stepped]) -> None:
-    """Makes the scales of parameters whose rows are cut the largest that any rank has.
+    """Make the scales of parameters whose rows are cut the largest that any rank has.
 
     Call one all-reduce per mesh, in the order of parameters, which is equal on all ranks.
     """
@@ -221,7 +221,7 @@ def _take_largest(cut: Sequence[Stepped]) -> None:
 
 
 def _step(batch: Sequence[Stepped], averages: Averages) -> None:
-    """Steps a batch by AdamW (Loshchilov and Hutter, 2019), as torch does, in fp32."""
+    """Step a batch by AdamW (Loshchilov and Hutter, 2019), as torch does, in fp32."""
     options = batch[0].options
     data = [_wide(each) for each in batch]
     dtype = data[0].dtype
@@ -252,7 +252,7 @@ def _step(batch: Sequence[Stepped], averages: Averages) -> None:
 
 
 def _wide(each: Stepped) -> torch.Tensor:
-    """Returns what a step is added to, with what the last one cut off."""
+    """Return what a step is added to, with what the last one cut off."""
     data = each.wide()
     return data.add_(each.part("residual")) if "residual" in each.state else data
 

@@ -57,7 +57,7 @@ class ExponentialMovingAverage:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """Starts with the present values, which the first update replaces, as torch's does.
+        """Start with the present values, which the first update replaces, as torch's does.
 
         Args:
             model: the model, after ``fully_shard``, with values; any that holds sharded modules.
@@ -99,7 +99,7 @@ class ExponentialMovingAverage:
     @torch.no_grad()
     @untraced
     def update(self) -> None:
-        """Moves the averages towards the present parameters; call it after ``optimizer.step()``.
+        """Move the averages towards the present parameters; call it after ``optimizer.step()``.
 
         Nothing is sent.
 
@@ -126,7 +126,7 @@ class ExponentialMovingAverage:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Gives the model the averages inside a ``with`` block, and its own values after it."""
+        """Give the model the averages inside a ``with`` block, and its own values after it."""
         self.swap_in()
         try:
             yield
@@ -135,7 +135,7 @@ class ExponentialMovingAverage:
 
     @untraced
     def swap_in(self) -> None:
-        """Gives the model the averages, until ``swap_out()``; every rank calls it.
+        """Give the model the averages, until ``swap_out()``; every rank calls it.
 
         The model's own values are kept in a copy. Do not step an optimizer until then: what it
         changes is lost.
@@ -154,7 +154,7 @@ class ExponentialMovingAverage:
 
     @untraced
     def swap_out(self) -> None:
-        """Gives the model its own values back; every rank calls it.
+        """Give the model its own values back; every rank calls it.
 
         Raises:
             RuntimeError: if it has them, or as ``update()`` does.
@@ -181,7 +181,7 @@ class ExponentialMovingAverage:
     # -- state dicts ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the averages, by the parameters' names, and the number of updates.
+        """Return the averages, by the parameters' names, and the number of updates.
 
         Of sharded parameters they are ``DTensor``s over the averages' own memory, so that
         ``torch.distributed.checkpoint`` saves each rank's part, and loads it onto another mesh.
@@ -190,7 +190,7 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes what ``state_dict()`` gave, of any mesh; every rank calls it.
+        """Take what ``state_dict()`` gave, of any mesh; every rank calls it.
 
         Args:
             state_dict: tensors cut as the parameters, on another mesh (they are brought together),
@@ -237,7 +237,7 @@ class ExponentialMovingAverage:
         return found
 
     def _present(self) -> list[torch.Tensor]:
-        """Returns what this rank has in the model now, in the order of the averages.
+        """Return what this rank has in the model now, in the order of the averages.
 
         Raises:
             RuntimeError: naming the first parameter that is not as its average is.
@@ -260,7 +260,7 @@ class ExponentialMovingAverage:
         return [_local(found[name]) for name in self._averages]
 
     def _require_quiet(self, call: str) -> list[FSDPParamGroup]:
-        """Returns the groups of the model, if they are between steps.
+        """Return the groups of the model, if they are between steps.
 
         Raises:
             RuntimeError: if not.
@@ -286,12 +286,12 @@ def _require_decay(decay: object) -> None:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what this rank has of ``tensor``, outside autograd."""
+    """Return what this rank has of ``tensor``, outside autograd."""
     return local_shard(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns ``value`` as ``like`` is: a ``DTensor`` over this memory, or this memory."""
+    """Return ``value`` as ``like`` is: a ``DTensor`` over this memory, or this memory."""
     if not isinstance(like, DTensor):
         return value
     spec = spec_of(like)
@@ -300,7 +300,7 @@ def _placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(given: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of ``given``: cut as ``like``; cut otherwise; or whole."""
+    """Return this rank's part of ``given``: cut as ``like``; cut otherwise; or whole."""
     if _form(given) == _form(like):
         return _local(given)
     full = given.full_tensor() if isinstance(given, DTensor) else given

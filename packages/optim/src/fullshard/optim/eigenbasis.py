@@ -14,7 +14,7 @@ __all__ = ["falling_order", "first_basis", "next_basis"]
 
 
 def first_basis(factor: torch.Tensor) -> torch.Tensor:
-    """Returns the eigenvectors of a symmetric matrix ``[n, n]`` as columns, eigenvalues falling.
+    """Return the eigenvectors of a symmetric matrix ``[n, n]`` as columns, eigenvalues falling.
 
     The computation uses fp64. Of a matrix with infinities or NaN all are NaN, as Adam's averages
     would be: an error on the owner alone would leave the other ranks waiting.
@@ -28,7 +28,7 @@ def first_basis(factor: torch.Tensor) -> torch.Tensor:
 
 
 def falling_order(factor: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """Returns the order of the columns of ``basis`` in which their eigenvalues fall.
+    """Return the order of the columns of ``basis`` in which their eigenvalues fall.
 
     Eigenvalues are estimated by the diagonal of ``basis.T @ factor @ basis``, as in the authors'
     program; what is equal keeps its order.
@@ -38,7 +38,7 @@ def falling_order(factor: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
 
 
 def next_basis(factor: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """Returns a basis closer to the eigenvectors of ``factor`` than ``basis`` is."""
+    """Return a basis closer to the eigenvectors of ``factor`` than ``basis`` is."""
     q, r = torch.linalg.qr(factor @ basis)
     signed: torch.Tensor = q * _signs(r.diagonal())
     return signed

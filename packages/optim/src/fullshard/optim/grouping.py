@@ -22,7 +22,7 @@ def matrix_groups(
     exclude: Sequence[str] = (),
     adamw: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns groups of the parameters of ``model`` that train, for ``Muon`` or ``SOAP``.
+    """Return groups of the parameters of ``model`` that train, for ``Muon`` or ``SOAP``.
 
     Matrices and 3-D experts in one group; embeddings, all that has another number of dims, and
     what ``exclude`` names in another, for AdamW. A weight that is tied to an embedding goes with

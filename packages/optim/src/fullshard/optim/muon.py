@@ -100,7 +100,7 @@ class Muon(MatrixOptimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters; options that it lacks are the optimizer's.
+        """Add a group of parameters; options that it lacks are the optimizer's.
 
         Raises:
             ValueError: if an option is out of its range, or a parameter does not fit it.
@@ -110,7 +110,7 @@ class Muon(MatrixOptimizer):
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes a state over; groups that ``torch.optim.Muon`` saved gain our options."""
+        """Take a state over; groups that ``torch.optim.Muon`` saved gain our options."""
         super().__setstate__(state)
         for group in self.param_groups:
             for name in ("algorithm", "betas", "split", "split_dim"):
@@ -158,7 +158,7 @@ class _MuonWork(MatrixWork):
     """Muon's work on matrices."""
 
     def give(self, at: int) -> torch.Tensor:
-        """Returns the update before it is orthogonalised, after moving the momentum."""
+        """Return the update before it is orthogonalised, after moving the momentum."""
         each = self._matrices[at]
         average, momentum = each.part("momentum_buffer"), each.options["momentum"]
         gradient = each.gradient.to(average.dtype)
@@ -166,14 +166,14 @@ class _MuonWork(MatrixWork):
         return gradient.lerp(average, momentum) if each.options["nesterov"] else average
 
     def compute(self, at: int, number: int, matrix: torch.Tensor) -> torch.Tensor:
-        """Returns the orthogonalised ``matrix``."""
+        """Return the orthogonalised ``matrix``."""
         options = self._matrices[at].options
         return orthogonalised(
             matrix, options["ns_coefficients"], options["ns_steps"], options["eps"]
         )
 
     def add(self, each: Stepped, data: torch.Tensor, arrived: Sequence[Arrived]) -> None:
-        """Shrinks a parameter and adds the update."""
+        """Shrink a parameter and add the update."""
         lr, options = float(each.options["lr"]), each.options
         data.mul_(1 - lr * options["weight_decay"])
         for part in arrived:
@@ -182,7 +182,7 @@ class _MuonWork(MatrixWork):
 
 
 def _scale_of(shape: tuple[int, int], adjust_lr_fn: str | None) -> float:
-    """Returns by what the learning rate is multiplied for a matrix of ``shape``.
+    """Return by what the learning rate is multiplied for a matrix of ``shape``.
 
     "original" is Jordan's; "match_rms_adamw" is section 2.2 of arXiv 2502.16982.
     """

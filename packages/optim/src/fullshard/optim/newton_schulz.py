@@ -19,7 +19,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 def orthogonalised(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """Returns ``matrix`` (``[rows, columns]``) with its singular values pushed to about 1, in bf16.
+    """Return ``matrix`` (``[rows, columns]``) with its singular values pushed to about 1, in bf16.
 
     Args:
         matrix: any matrix; it is not changed.
@@ -39,6 +39,6 @@ def orthogonalised(
 
 
 def flops_of(rows: int, columns: int, steps: int) -> int:
-    """Returns how many additions and multiplications ``orthogonalised`` needs."""
+    """Return how many additions and multiplications ``orthogonalised`` needs."""
     short, long = sorted((rows, columns))
     return steps * (4 * short * short * long + 2 * short**3)

@@ -42,20 +42,20 @@ class Scheduled:
 
     @classmethod
     def of(cls, each: Stepped) -> Scheduled:
-        """Takes what a step found."""
+        """Take what a step found."""
         return cls(each.place, each.spec, _kept(each.options, each.param))
 
     def laid(self, at: int, name: str) -> Laid:
-        """Returns how a tensor of the state is laid out; ``at``: the parameter's number."""
+        """Return how a tensor of the state is laid out; ``at``: the parameter's number."""
         kept = self.kept[name]
         return Laid(at, name, kept.shape, _spec_of(self.spec, name, kept), kept.boxes)
 
     def placeholders(self) -> dict[str, torch.Tensor]:
-        """Returns tensors without memory for all of the state; see [Note: owned state]."""
+        """Return tensors without memory for all of the state; see [Note: owned state]."""
         return {name: self.zeros(name, torch.device("meta")) for name in self.kept}
 
     def zeros(self, name: str, device: torch.device) -> torch.Tensor:
-        """Returns a tensor of the state, of zeros, as it is laid out."""
+        """Return a tensor of the state, of zeros, as it is laid out."""
         kept = self.kept[name]
         spec = _spec_of(self.spec, name, kept)
         shape = kept.shape if spec is None else box_here(spec).size
@@ -70,12 +70,12 @@ def _kept(group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Kept]:
 
 
 def shapes_of(group: Mapping[str, Any], param: torch.Tensor) -> Shapes:
-    """Returns the keys of a parameter's state, and the whole shapes; None: a number."""
+    """Return the keys of a parameter's state, and the whole shapes; None: a number."""
     return {"step": None, **{name: kept.shape for name, kept in _kept(group, param).items()}}
 
 
 def _spec_of(spec: ShardingSpec | None, name: str, kept: Kept) -> ShardingSpec | None:
-    """Returns how a tensor of the state is cut; ``spec``: of the parameter."""
+    """Return how a tensor of the state is cut; ``spec``: of the parameter."""
     if spec is None:
         return None
     placements = tuple(spec.placements)
@@ -86,19 +86,19 @@ def _spec_of(spec: ShardingSpec | None, name: str, kept: Kept) -> ShardingSpec |
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor."""
+    """Return this rank's part of a tensor."""
     return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def as_matrix(part: torch.Tensor) -> torch.Tensor:
-    """Returns a part of a state as the matrix that it is; what has one dim is square."""
+    """Return a part of a state as the matrix that it is; what has one dim is square."""
     return part if part.ndim == 2 else part.view(math.isqrt(part.numel()), -1)
 
 
 def loaded(
     group: Mapping[str, Any], param: torch.Tensor, state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the state of a parameter as the next step takes it."""
+    """Return the state of a parameter as the next step takes it."""
     own = spec_of(param) if isinstance(param, DTensor) else None
     found = {"step": torch.as_tensor(state["step"], dtype=torch.float32).clone()}
     for name, kept in _kept(group, param).items():
@@ -110,7 +110,7 @@ def loaded(
 
 
 def require_fits(each: Stepped, *, at_owners: bool) -> None:
-    """Raises ``RuntimeError`` unless a parameter has no state yet, or that of its options."""
+    """Raise ``RuntimeError`` unless a parameter has no state yet, or that of its options."""
     if not each.state:
         return
     kept = _kept(each.options, each.param)

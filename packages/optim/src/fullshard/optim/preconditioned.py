@@ -54,7 +54,7 @@ class Kept:
 
 @functools.cache
 def kept_of(shape: tuple[int, ...], split: Split, split_dim: int, most: int) -> dict[str, Kept]:
-    """Returns the tensors of the state of a parameter.
+    """Return the tensors of the state of a parameter.
 
     Args:
         shape: the parameter's.
@@ -79,7 +79,7 @@ def kept_of(shape: tuple[int, ...], split: Split, split_dim: int, most: int) -> 
 
 
 def new_state(rows: int, columns: int, most: int, device: torch.device) -> State:
-    """Returns the state of a matrix that was never stepped: zeros, in fp32."""
+    """Return the state of a matrix that was never stepped: zeros, in fp32."""
     zeros = functools.partial(torch.zeros, dtype=torch.float32, device=device)
     state = {name: zeros(rows, columns) for name in AVERAGES}
     for side, size in zip(_SIDES, (rows, columns), strict=True):
@@ -92,7 +92,7 @@ def new_state(rows: int, columns: int, most: int, device: torch.device) -> State
 
 
 def start(state: State, gradient: torch.Tensor, options: Mapping[str, Any]) -> None:
-    """Fills preconditioners by the first gradient, and computes their eigenvectors.
+    """Fill preconditioners by the first gradient, and compute their eigenvectors.
 
     The gradient is not used further: no basis would be free of it.
     """
@@ -104,7 +104,7 @@ def start(state: State, gradient: torch.Tensor, options: Mapping[str, Any]) -> N
 def update_of(
     state: State, gradient: torch.Tensor, options: Mapping[str, Any], step: int
 ) -> torch.Tensor:
-    """Returns by what a matrix is to change, before ``lr``; ``step``: the number of the update."""
+    """Return by what a matrix is to change, before ``lr``; ``step``: the number of the update."""
     beta1, beta2 = options["betas"]
     average, squares = (state[name] for name in AVERAGES)
     rotated = _rotated(state, gradient)
@@ -119,7 +119,7 @@ def update_of(
 
 
 def flops_of(rows: int, columns: int, most: int, frequency: int) -> int:
-    """Returns about how many additions and multiplications a step of a matrix needs."""
+    """Return about how many additions and multiplications a step of a matrix needs."""
     sides = [size for size in (rows, columns) if size <= most]
     return sum(8 * rows * columns * size + 8 * size**3 // frequency for size in sides)
 
@@ -129,7 +129,7 @@ def _sides(state: State) -> list[str]:
 
 
 def _rotated(state: State, matrix: torch.Tensor) -> torch.Tensor:
-    """Returns ``Q_L.T @ matrix @ Q_R``, a new tensor."""
+    """Return ``Q_L.T @ matrix @ Q_R``, a new tensor."""
     rotated = matrix.clone()
     if "row_basis" in state:
         rotated = state["row_basis"].mT @ rotated
@@ -137,7 +137,7 @@ def _rotated(state: State, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _rotated_back(state: State, matrix: torch.Tensor) -> torch.Tensor:
-    """Returns ``Q_L @ matrix @ Q_R.T``."""
+    """Return ``Q_L @ matrix @ Q_R.T``."""
     if "row_basis" in state:
         matrix = state["row_basis"] @ matrix
     return matrix @ state["column_basis"].mT if "column_basis" in state else matrix

@@ -121,16 +121,16 @@ class SOAP(MatrixOptimizer):
     # -- the state in the memory of owners --------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy or a pickle has; a collective call, as ``state_dict()``."""
+        """Return what a copy or a pickle has; a collective call, as ``state_dict()``."""
         return {**super().__getstate__(), "state": self._whole_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes a state over, which the next step brings to owners."""
+        """Take a state over, which the next step brings to owners."""
         super().__setstate__(state)
         self._scheduled, self._owned = [], {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all state, that of owners laid over the ranks: every rank calls it.
+        """Return all state, that of owners laid over the ranks: every rank calls it.
 
         Averages are cut as their parameter. Preconditioners and their bases are concatenated row by
         row, matrix after matrix, in evenly cut tensors of one dim.
@@ -156,7 +156,7 @@ class SOAP(MatrixOptimizer):
         )
 
     def _laid_out(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns what owners keep, laid over the ranks, by parameter."""
+        """Return what owners keep, laid over the ranks, by parameter."""
         params = self._params()
         laid: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for batch in self._schedule.batches if self._schedule is not None else ():
@@ -171,7 +171,7 @@ class SOAP(MatrixOptimizer):
         return laid
 
     def _tensors_of(self, batch: Batch) -> list[Laid]:
-        """Returns all tensors of the states of the parameters of ``batch``."""
+        """Return all tensors of the states of the parameters of ``batch``."""
         numbers = dict.fromkeys(each.param for each in batch.matrices)
         return [
             self._scheduled[at].laid(at, name)
@@ -183,7 +183,7 @@ class SOAP(MatrixOptimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def _prepare(self, matrices: Sequence[Stepped]) -> Schedule:
-        """Returns the schedule of these, and sees to it that owners have their state."""
+        """Return the schedule of these, and sees to it that owners have their state."""
         jobs, places = list(map(self._job_of, matrices)), [each.place for each in matrices]
         schedule = self._schedule
         known = [each.place for each in self._scheduled]
@@ -202,7 +202,7 @@ class SOAP(MatrixOptimizer):
         return schedule
 
     def _bring(self, batch: Batch, matrices: Sequence[Stepped]) -> None:
-        """Brings to owners what is laid over the ranks; what was never stepped begins there."""
+        """Bring to owners what is laid over the ranks; what was never stepped begins there."""
         there = [
             each
             for each in self._tensors_of(batch)
@@ -274,11 +274,11 @@ class _SOAPWork(MatrixWork):
         self._owned = owned
 
     def give(self, at: int) -> torch.Tensor:
-        """Returns the gradient."""
+        """Return the gradient."""
         return self._matrices[at].gradient.to(torch.float32)
 
     def compute(self, at: int, number: int, matrix: torch.Tensor) -> torch.Tensor:
-        """Returns by what a matrix is to change, after moving its state; at first, by nothing."""
+        """Return by what a matrix is to change, after moving its state; at first, by nothing."""
         each, state = self._matrices[at], self._owned[at, number]
         step = int(each.state["step"])
         if step == 0:
@@ -287,7 +287,7 @@ class _SOAPWork(MatrixWork):
         return update_of(state, matrix, each.options, step)
 
     def add(self, each: Stepped, data: torch.Tensor, arrived: Sequence[Arrived]) -> None:
-        """Subtracts the update from a parameter, and shrinks it."""
+        """Subtract the update from a parameter, and shrink it."""
         if int(each.state["step"]) == 0:
             return
         lr = float(each.options["lr"])

@@ -29,7 +29,7 @@ _Checked: TypeAlias = tuple[tuple[str | DTypePredicate, torch.dtype | None], ...
 
 
 def checked_dtype(what: str, value: object) -> None:
-    """Returns if ``value`` is a floating-point dtype or None.
+    """Return if ``value`` is a floating-point dtype or None.
 
     Raises:
         TypeError: if it is neither, naming ``what``.
@@ -39,7 +39,7 @@ def checked_dtype(what: str, value: object) -> None:
 
 
 def checked_rules(what: str, rules: object) -> _Checked:
-    """Returns ``rules`` as pairs.
+    """Return ``rules`` as pairs.
 
     Raises:
         TypeError: if they are not a mapping or pairs, or one is not of a pattern or a predicate and

@@ -49,7 +49,7 @@ class MixedPrecisionPolicy(FieldPrecision):
     reduce_dtypes: DTypeRules = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        """Checks the fields, and keeps rules as pairs.
+        """Check the fields, and keep rules as pairs.
 
         Raises:
             TypeError: if a dtype is not a floating-point ``torch.dtype`` or None, a flag not a
@@ -73,13 +73,13 @@ class MixedPrecisionPolicy(FieldPrecision):
             object.__setattr__(self, name, checked_rules(name, getattr(self, name)))
 
     def gathered_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Returns what the rules say for a floating-point parameter, or ``param_dtype``."""
+        """Return what the rules say for a floating-point parameter, or ``param_dtype``."""
         if not dtype.is_floating_point:
             return dtype
         return first_match(self.param_dtypes, name, dtype, self.param_dtype) or dtype
 
     def reduced_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Returns what the rules say, or ``reduce_dtype``, or the dtype of the computation."""
+        """Return what the rules say, or ``reduce_dtype``, or the dtype of the computation."""
         if not dtype.is_floating_point:
             return dtype
         chosen = first_match(self.reduce_dtypes, name, dtype, self.reduce_dtype)

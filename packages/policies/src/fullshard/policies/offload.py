@@ -47,7 +47,7 @@ class CPUOffloadPolicy(OffloadToCPU, OffloadPolicy):
     optimizer_state: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Checks the fields.
+        """Check the fields.
 
         Raises:
             TypeError: if one is not a bool.
@@ -58,19 +58,19 @@ class CPUOffloadPolicy(OffloadToCPU, OffloadPolicy):
                 raise TypeError(f"{name} is {value!r}; pass True or False")
 
     def home(self, device: torch.device) -> torch.device:
-        """Returns the CPU, or ``device`` if parameters stay there."""
+        """Return the CPU, or ``device`` if parameters stay there."""
         return super().home(device) if self.parameters else device
 
     def store(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns ``shard``, if it lives on the CPU in page-locked memory where that helps."""
+        """Return ``shard``, if it lives on the CPU in page-locked memory where that helps."""
         return super().store(shard) if self.parameters else shard
 
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns ``gradient`` where parameters live; on its way there if memory is pinned."""
+        """Return ``gradient`` where parameters live; on its way there if memory is pinned."""
         return super().stage_out(gradient) if self.parameters else gradient
 
     def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns ``tensor`` where the state lives; on its way there if memory is pinned."""
+        """Return ``tensor`` where the state lives; on its way there if memory is pinned."""
         if self.optimizer_state:
             return super().stage_step(tensor, device)
         return tensor.to(device, non_blocking=True)

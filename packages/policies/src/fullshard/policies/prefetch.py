@@ -25,7 +25,7 @@ class DepthPrefetch:
     backward: int = 1
 
     def __post_init__(self) -> None:
-        """Checks the fields.
+        """Check the fields.
 
         Raises:
             TypeError: if a depth is not an int.
@@ -39,11 +39,11 @@ class DepthPrefetch:
                 raise ValueError(f"{name} is {value}; pass 0 or more modules")
 
     def in_forward(self, order: Sequence[str], position: int) -> Sequence[int]:
-        """Returns the next positions."""
+        """Return the next positions."""
         return range(position + 1, min(position + 1 + self.forward, len(order)))
 
     def in_backward(self, order: Sequence[str], position: int) -> Sequence[int]:
-        """Returns the positions before, nearest first."""
+        """Return the positions before, nearest first."""
         return range(position - 1, max(position - 1 - self.backward, -1), -1)
 
 
@@ -52,9 +52,9 @@ class NoPrefetch:
     """Gathers nothing ahead: least memory, every gather exposed."""
 
     def in_forward(self, order: Sequence[str], position: int) -> Sequence[int]:
-        """Returns nothing."""
+        """Return nothing."""
         return ()
 
     def in_backward(self, order: Sequence[str], position: int) -> Sequence[int]:
-        """Returns nothing."""
+        """Return nothing."""
         return ()

@@ -15,11 +15,11 @@ class ReshardExceptRoot:
     """Reshard after forward all but the root, whose backward comes at once. The default."""
 
     def after_forward(self, is_root: bool) -> bool:
-        """Returns whether the module is not the root."""
+        """Return whether the module is not the root."""
         return not is_root
 
     def after_backward(self, is_root: bool) -> bool:
-        """Returns True."""
+        """Return True."""
         return True
 
 
@@ -28,11 +28,11 @@ class ReshardAlways:
     """Reshard after forward, the root too: least memory, one more gather (ZeRO-3)."""
 
     def after_forward(self, is_root: bool) -> bool:
-        """Returns True."""
+        """Return True."""
         return True
 
     def after_backward(self, is_root: bool) -> bool:
-        """Returns True."""
+        """Return True."""
         return True
 
 
@@ -48,9 +48,9 @@ class KeepUnsharded:
     after_backward_too: bool = False
 
     def after_forward(self, is_root: bool) -> bool:
-        """Returns False."""
+        """Return False."""
         return False
 
     def after_backward(self, is_root: bool) -> bool:
-        """Returns whether to reshard after backward."""
+        """Return whether to reshard after backward."""
         return not self.after_backward_too

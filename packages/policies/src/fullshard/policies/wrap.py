@@ -36,7 +36,7 @@ class ClassWrap:
     classes: tuple[type[nn.Module], ...]
 
     def __init__(self, classes: type[nn.Module] | Collection[type[nn.Module]]) -> None:
-        """Takes one class or several.
+        """Take one class or several.
 
         Raises:
             TypeError: if one is not a module class.
@@ -68,7 +68,7 @@ class SizeWrap:
     min_numel: int = 10_000_000
 
     def __post_init__(self) -> None:
-        """Checks the field.
+        """Check the field.
 
         Raises:
             TypeError: if ``min_numel`` is not an int.
@@ -80,12 +80,12 @@ class SizeWrap:
             raise ValueError(f"min_numel is {self.min_numel}; pass a positive number of elements")
 
     def selects(self, name: str, module: nn.Module, numel: int) -> bool:
-        """Returns whether ``numel`` reaches ``min_numel``, for a module that has a forward."""
+        """Return whether ``numel`` reaches ``min_numel``, for a module that has a forward."""
         return numel >= self.min_numel and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def wrap(model: nn.Module, policy: WrapPolicy, **arguments: Any) -> nn.Module:
-    """Returns ``model`` after ``fully_shard`` on it and every module that ``policy`` selects.
+    """Return ``model`` after ``fully_shard`` on it and every module that ``policy`` selects.
 
     Args:
         model: the root; it is always sharded, last.
@@ -111,7 +111,7 @@ def _wrap_below(
     arguments: dict[str, Any],
     visited: tuple[set[nn.Module], set[int]],
 ) -> int:
-    """Wraps under ``module``, perhaps itself; returns how many elements are in no group."""
+    """Wrap under ``module``, perhaps itself; return how many elements are in no group."""
     seen, counted = visited
     if module in seen or isinstance(module, FSDPModule):
         return 0

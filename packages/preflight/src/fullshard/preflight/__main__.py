@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command on this rank; returns 0 if both agree, 1 if not."""
+    """Run the command on this rank; return 0 if both agree, 1 if not."""
     parser = argparse.ArgumentParser(
         prog="python -m fullshard.preflight",
         description="Whether a sharded model trains as the unsharded one. Start with torchrun.",

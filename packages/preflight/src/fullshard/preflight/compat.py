@@ -112,12 +112,12 @@ def unknown_custom_operator(error: RuntimeError) -> str:
 
 
 def hooks_of(param: torch.Tensor) -> list[str]:
-    """Returns the kinds of hook that ``param`` has; torch offers no way to ask."""
+    """Return the kinds of hook that ``param`` has; torch offers no way to ask."""
     return [public for public, private in _KINDS.items() if getattr(param, private, None)]
 
 
 def copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Registers the hooks of ``source`` with ``target`` too."""
+    """Register the hooks of ``source`` with ``target`` too."""
     for public, private in _KINDS.items():
         for hook in (getattr(source, private, None) or {}).values():
             getattr(target, public)(hook)
@@ -137,12 +137,12 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def default_store() -> dist.Store:
-    """Returns the store of the default process group."""
+    """Return the store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def map_leaves(change: Callable[[Any], Any], nest: Any) -> Any:
-    """Returns nested containers with each leaf replaced by what ``change`` makes of it."""
+    """Return nested containers with each leaf replaced by what ``change`` makes of it."""
     return tree_map(change, nest)
 
 
@@ -213,7 +213,7 @@ class DispatchMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def __enter__(self) -> Self:
-        """Begins to be asked."""
+        """Begin to be asked."""
         super().__enter__()  # type: ignore[no-untyped-call]  # as above
         return self
 
@@ -222,7 +222,7 @@ class DispatchMode(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation."""
+        """Run the operation."""
         return func(*args, **(kwargs or {}))
 
 
@@ -283,7 +283,7 @@ class FakeTensors(fake_tensor.FakeTensorMode):
         converter.set_tensor_memo = lambda meta, fake: None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation on shapes."""
+        """Run the operation on shapes."""
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return super().__torch_dispatch__(func, types, args, kwargs)

@@ -10,7 +10,7 @@ _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def parse_bytes(text: str) -> int:
-    """Returns the bytes that ``80GiB``, ``1.5 MiB`` or a number mean.
+    """Return the bytes that ``80GiB``, ``1.5 MiB`` or a number mean.
 
     Raises:
         ValueError: if it is none of these.

@@ -79,7 +79,7 @@ class BlockSpec(CodedSpec):
         return str(self.quantised)
 
     def keys(self, sender: int) -> tuple[int, ...]:
-        """Returns what the next draws of rank ``sender`` depend on; nothing, if there are none."""
+        """Return what the next draws of rank ``sender`` depend on; nothing, if there are none."""
         seed = self.quantised.seed
         return () if seed is None else (seed, self.number, next(self.steps), sender)
 
@@ -96,7 +96,7 @@ class BlockSpec(CodedSpec):
     def encode_gradient(
         self, gradient: torch.Tensor, codes: torch.Tensor, sender: int, pre: float | torch.Tensor
     ) -> None:
-        """Fills ``codes`` for a full gradient of rank ``sender``, by draws and feedback, if asked.
+        """Fill ``codes`` for a full gradient of rank ``sender``, by draws and feedback, if asked.
 
         Args:
             gradient: multiplied by ``pre`` already.
@@ -167,7 +167,7 @@ class BlockSpec(CodedSpec):
                 part.copy_(lines.view(part.shape))
 
     def add(self, codes: Sequence[torch.Tensor], total: torch.Tensor, rank: int) -> None:
-        """Fills the shard ``total`` with the sum of what ``codes``, ``[words]`` each, say of it.
+        """Fill the shard ``total`` with the sum of what ``codes``, ``[words]`` each, say of it.
 
         In the dtype of ``total``, in the order of ``codes``; it is contiguous.
         """
@@ -183,7 +183,7 @@ class BlockSpec(CodedSpec):
                 first.numbers.add_(wide)
 
     def columns(self, rank: int) -> tuple[int, int]:
-        """Returns the first column of a rank's shard, and that after the last."""
+        """Return the first column of a rank's shard, and that after the last."""
         spec, last = self.tensor, len(self.tensor.laid_shape) - 1
         if spec.dim != last:
             return 0, spec.laid_shape[-1]
@@ -210,7 +210,7 @@ class BlockSpec(CodedSpec):
     def _views(
         self, code: torch.Tensor, lines: torch.Tensor, rank: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns codes ``[n, lines, columns]`` and scales ``[n, lines, blocks]`` in ``code``."""
+        """Return codes ``[n, lines, columns]`` and scales ``[n, lines, blocks]`` in ``code``."""
         _, count, width = lines.shape
         low, high = self.columns(rank)
         blocks = _blocks_in(low, high, self.quantised.block)
@@ -225,7 +225,7 @@ class BlockSpec(CodedSpec):
         rank: int,
         starts: torch.Tensor | None = None,
     ) -> Iterator[_Tile]:
-        """Yields a few blocks at a time. ``starts``: where each line begins, if it is asked."""
+        """Yield a few blocks at a time. ``starts``: where each line begins, if it is asked."""
         codes, scales = self._views(code, lines, rank)
         most = _TILE_ON_STREAMS if traits_of(lines.device).queued else _TILE
         for run in runs_of(*self.columns(rank), self.quantised.block):
@@ -263,7 +263,7 @@ def _finite_or(numbers: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def _draws(tile: _Tile, keys: Sequence[int]) -> torch.Tensor:
-    """Returns a number from 0 to 1 for each of ``tile``."""
+    """Return a number from 0 to 1 for each of ``tile``."""
     assert tile.places is not None, "it was asked for"
     width = tile.numbers.shape[-1]
     places = tile.places.unsqueeze(-1) + torch.arange(width, device=tile.places.device)
@@ -271,7 +271,7 @@ def _draws(tile: _Tile, keys: Sequence[int]) -> torch.Tensor:
 
 
 def in_blocks(spec: TensorSpec, quantised: Quantised, ranks: int, name: str = "") -> TensorSpec:
-    """Returns the code of ``spec`` over as many ``ranks``, or ``spec``, if that is no longer.
+    """Return the code of ``spec`` over as many ``ranks``, or ``spec``, if that is no longer.
 
     Draws depend on ``name``, of its parameter.
 
@@ -323,7 +323,7 @@ def _lies_flat(parts: torch.Tensor) -> bool:
 
 
 def _divided(shape: Sequence[int], most: int) -> Iterator[tuple[int | slice, ...]]:
-    """Yields what indexes a tensor of ``shape`` in parts of ``most`` elements at most."""
+    """Yield what indexes a tensor of ``shape`` in parts of ``most`` elements at most."""
     dim, whole = len(shape), 1
     while dim and whole * shape[dim - 1] <= most:
         dim -= 1

@@ -56,7 +56,7 @@ class Parts(Protocol):
     def narrowed(
         self, sums: torch.Tensor, ranks: Sequence[int], level: Level, rank: int
     ) -> torch.Tensor:
-        """Returns what travels, ``[hosts * m]``, in memory of ``level``.
+        """Return what travels, ``[hosts * m]``, in memory of ``level``.
 
         Args:
             sums: ``[hosts, n]``, a row for each of ``ranks``.
@@ -66,7 +66,7 @@ class Parts(Protocol):
         """
 
     def add(self, arrived: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp) -> None:
-        """Fills ``output``, ``[n]``, with what came, ``[m]`` from each host, in their order."""
+        """Fill ``output``, ``[n]``, with what came, ``[m]`` from each host, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class HostsTransport:
         process_group: dist.ProcessGroup,
         async_op: bool,
     ) -> dist.Work | None:
-        """Fills ``output`` (``[world * n]``) with every rank's ``input`` (``[n]``), in rank order.
+        """Fill ``output`` (``[world * n]``) with every rank's ``input`` (``[n]``), in rank order.
 
         Raises:
             ValueError: as ``levels_of``, or if the sizes do not fit.
@@ -123,7 +123,7 @@ class HostsTransport:
         op: ReduceOp,
         async_op: bool,
     ) -> dist.Work | None:
-        """Fills ``output`` (``[n]``) with this rank's part of the reduced ``input``.
+        """Fill ``output`` (``[n]``) with this rank's part of the reduced ``input``.
 
         ``input`` is ``[world * n]``. See [Note: order of addition].
 
@@ -146,7 +146,7 @@ class HostsTransport:
         return _ended(levels.reductions.turns.launch(reduction.run), async_op)
 
     def coalesced_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
-        """Returns what pays between ranks of one place. A collective call, as the others."""
+        """Return what pays between ranks of one place. A collective call, as the others."""
         levels = levels_of(process_group, self.hosts)
         group = process_group if levels is None else levels.gathers.between
         return _AUTOMATIC.coalesced_up_to(group, device)
@@ -154,14 +154,14 @@ class HostsTransport:
     def open_shared_buffer(
         self, process_group: dist.ProcessGroup, nbytes: int
     ) -> GatherBuffer | None:
-        """Returns memory that all ranks map, if they are on one host. A collective call."""
+        """Return memory that all ranks map, if they are on one host. A collective call."""
         if levels_of(process_group, self.hosts) is not None:
             return None
         return _AUTOMATIC.open_shared_buffer(process_group, nbytes)
 
 
 def gather_by_hosts(hosts: Hosts, process_group: dist.ProcessGroup) -> AllGather:
-    """Returns what gathers among the ranks of a process group; it communicates nothing.
+    """Return what gathers among the ranks of a process group; it communicates nothing.
 
     Raises:
         ValueError: if levels are given, and hosts have different numbers of its ranks.
@@ -209,7 +209,7 @@ class _Gather:
             self.host_major = self._level.take(output.numel(), output.dtype, output.device)
 
     def _of_host(self, host: int) -> torch.Tensor:
-        """Returns the slices of a host's ranks, ``[per_host * n]``."""
+        """Return the slices of a host's ranks, ``[per_host * n]``."""
         numel = self._grid.per_host * self._input.numel()
         return self.host_major.narrow(0, host * numel, numel)
 
@@ -218,7 +218,7 @@ class _Gather:
         return self._of_host(host).narrow(0, self._place * numel, numel)
 
     def exchange(self) -> dist.Work:
-        """Returns the messages between ranks of this place, in flight."""
+        """Return the messages between ranks of this place, in flight."""
         hosts = self._grid.hosts
         arriving = [self._of_place(host) for host in range(hosts)]
         work = exchange([self._input] * hosts, arriving, self._level.between, True)
@@ -299,7 +299,7 @@ class _Reduction:
         self._add(arrived)
 
     def _summed(self, async_op: bool) -> torch.Tensor:
-        """Returns the sums of this host for the ranks of this place, ``[hosts * n]``."""
+        """Return the sums of this host for the ranks of this place, ``[hosts * n]``."""
         grid, level, given = self._grid, self._level, self._input
         numel = self._output.numel()
         if not grid.is_in_order:
@@ -330,5 +330,5 @@ class _Reduction:
 
 
 def _rows(tensor: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Returns a row for each rank."""
+    """Return a row for each rank."""
     return tensor.view(len(grid.order), -1)

@@ -114,7 +114,7 @@ class WidenedReducePlan(ReducePlan):
             return flight
 
     def _pack(self, packed: Buffer, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Fills what is sent: narrow parts and the mask, and codes."""
+        """Fill what is sent: narrow parts and the mask, and codes."""
         scaling = self.config.scaling
         pack_gradients(packed, [*gradients, *self._used(gradients)], scaling, self._coded)
         for place, form in self._coded.items():
@@ -154,7 +154,7 @@ class WidenedReducePlan(ReducePlan):
         return None
 
     def _add(self, arrived: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-        """Fills ``output`` with the sum, or average, of the slices that came from each rank."""
+        """Fill ``output`` with the sum, or average, of the slices that came from each rank."""
         by_rank = [viewed(part, self._arrives) for part in arrived]
         targets = list(self.shards_in(output).shards)
         if self.layout.mask_numel:

@@ -12,7 +12,7 @@ __all__ = ["construction"]
 
 
 def construction(value: Any) -> str:
-    """Returns the call that makes a dataclass instance, without fields that are as by default."""
+    """Return the call that makes a dataclass instance, without fields that are as by default."""
     said = [
         f"{each.name}={getattr(value, each.name)!r}"
         for each in dataclasses.fields(value)

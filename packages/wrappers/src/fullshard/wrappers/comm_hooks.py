@@ -42,7 +42,7 @@ class DefaultState:
     gradient_postdivide_factor: float = field(init=False)
 
     def __post_init__(self) -> None:
-        """Computes the factors.
+        """Compute the factors.
 
         Raises:
             ValueError: if there is no process group.
@@ -78,7 +78,7 @@ def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
 
 
 def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
-    """Puts this rank's part of the mean of ``grad`` (``[world * n]``) into ``output`` (``[n]``)."""
+    """Put this rank's part of the mean of ``grad`` (``[world * n]``) into ``output`` (``[n]``)."""
     grad.div_(state.gradient_predivide_factor)
     # The engine's own way, through shared memory for one: as without a hook, and to the same bits.
     collective = default_reduce_scatter(state.process_group)

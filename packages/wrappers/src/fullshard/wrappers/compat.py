@@ -14,7 +14,7 @@ __all__ = ["checkpoint_helpers", "function_of_policy"]
 
 
 def checkpoint_helpers(wrapper: type, strategies: Any) -> list[tuple[str, str, object]]:
-    """Returns what torch's state dict helpers need to take ``wrapper`` for FSDP1's class.
+    """Return what torch's state dict helpers need to take ``wrapper`` for FSDP1's class.
 
     An entry holds the module, the name, and the replacement. The helpers refuse a wrapped module
     without torch's own state, and search a strategy among torch's own hybrid strategies
@@ -39,7 +39,7 @@ def checkpoint_helpers(wrapper: type, strategies: Any) -> list[tuple[str, str, o
 
 
 def function_of_policy(policy: Any) -> Callable[..., Any]:
-    """Returns the function that torch's own ``CustomPolicy`` was built with.
+    """Return the function that torch's own ``CustomPolicy`` was built with.
 
     The function has no public name, and such a policy cannot be called (``_lambda_fn``).
     """

@@ -35,13 +35,13 @@ _enabled: ContextVar[Enabled | None] = ContextVar("enable_wrap", default=None)
 
 
 def enabled() -> Enabled | None:
-    """Returns what the innermost block was given; None outside of any."""
+    """Return what the innermost block was given; None outside of any."""
     return _enabled.get()
 
 
 @contextmanager
 def enabling(given: Enabled) -> Iterator[None]:
-    """Makes ``enabled()`` return ``given`` inside a ``with`` block."""
+    """Make ``enabled()`` return ``given`` inside a ``with`` block."""
     token = _enabled.set(given)
     try:
         yield

@@ -21,7 +21,7 @@ __all__ = ["equivalent_calls"]
 
 
 def equivalent_calls(model: nn.Module, name: str = "model") -> str:
-    """Returns the imports and calls that shard the unwrapped model as ``model`` is.
+    """Return the imports and calls that shard the unwrapped model as ``model`` is.
 
     Args:
         model: a wrapped model, or one that holds wrapped modules.
@@ -111,7 +111,7 @@ class _Text:
         self._imports.setdefault(module, set()).add(name)
 
     def _note(self, wrapper: FullyShardedDataParallel) -> None:
-        """Adds what the calls do not say."""
+        """Add what the calls do not say."""
         precision = wrapper.mixed_precision
         if precision.buffer_dtype is not None:
             self._notes[f"# and cast floating-point buffers to {precision.buffer_dtype}"] = None

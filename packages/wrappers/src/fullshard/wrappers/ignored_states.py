@@ -37,7 +37,7 @@ class Ignored:
 
 
 def read_ignored(modules: object, states: object, below: Iterable[Ignored]) -> Ignored:
-    """Returns what the two arguments say, and what instances below leave alone.
+    """Return what the two arguments say, and what instances below leave alone.
 
     Instances inside an ignored module stay sharded.
 
@@ -98,7 +98,7 @@ def _listed(name: str, value: object) -> Iterable[object]:
 def managed_modules(
     root: nn.Module, ignored: frozenset[nn.Module] = frozenset()
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yields ``root`` and each module under it by name, but none ignored or in another instance.
+    """Yield ``root`` and each module under it by name, but none ignored or in another instance.
 
     ``root`` itself comes even if it is sharded: then these are the modules of its own group.
     """

@@ -28,7 +28,7 @@ __all__ = [
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Returns True: every module that has a forward is wrapped."""
+    """Return True: every module that has a forward is wrapped."""
     return True
 
 
@@ -48,7 +48,7 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: set[type[nn.Module]],
 ) -> bool:
-    """Returns whether ``module`` is of the classes; always True for whether to look below it."""
+    """Return whether ``module`` is of the classes; always True for whether to look below it."""
     return True if recurse else isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -72,12 +72,12 @@ class _SizeBasedPolicy(Protocol):
         force_leaf_modules: set[type[nn.Module]] | None = None,
         exclude_wrap_modules: set[type[nn.Module]] | None = None,
     ) -> bool:
-        """Returns whether ``module`` is large enough."""
+        """Return whether ``module`` is large enough."""
         ...
 
 
 def _with_defaults(policy: Callable[..., bool]) -> _SizeBasedPolicy:
-    """Gives the function its attributes; who changes one changes the default."""
+    """Give the function its attributes; who changes one changes the default."""
     made = cast(_SizeBasedPolicy, policy)
     made.FORCE_LEAF_MODULES = {nn.MultiheadAttention}
     made.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}
@@ -93,7 +93,7 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Returns whether ``module`` is large enough to be wrapped, or to look below it.
+    """Return whether ``module`` is large enough to be wrapped, or to look below it.
 
     Args:
         module: the module in question.
@@ -116,7 +116,7 @@ class ModuleWrapPolicy:
     """Wraps the modules of given classes, with the root's arguments."""
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        """Takes the classes.
+        """Take the classes.
 
         Raises:
             TypeError: if one is not a module class.
@@ -125,15 +125,15 @@ class ModuleWrapPolicy:
         self._choice = ClassWrap(tuple(module_classes))
 
     def overrides_for(self, module: nn.Module) -> dict[str, Any] | None:
-        """Returns the arguments that differ from the root's; None for a module not to wrap."""
+        """Return the arguments that differ from the root's; None for a module not to wrap."""
         return {} if self._choice.selects("", module, 0) else None
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """Returns whether to wrap ``module``, as a policy that is a function."""
+        """Return whether to wrap ``module``, as a policy that is a function."""
         return recurse or self._choice.selects("", module, 0)
 
     def __repr__(self) -> str:
-        """Shows the classes."""
+        """Show the classes."""
         return f"ModuleWrapPolicy({{{', '.join(each.__name__ for each in self._choice.classes)}}})"
 
 
@@ -141,7 +141,7 @@ class CustomPolicy:
     """Wraps the modules that a function chooses, with the arguments that the function returns."""
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
-        """Takes the function.
+        """Take the function.
 
         Args:
             lambda_fn: returns, for a module, False or an empty dict not to wrap it, True to wrap it
@@ -150,7 +150,7 @@ class CustomPolicy:
         self._lambda_fn = lambda_fn
 
     def overrides_for(self, module: nn.Module) -> dict[str, Any] | None:
-        """Returns the arguments that differ from the root's; None for a module not to wrap.
+        """Return the arguments that differ from the root's; None for a module not to wrap.
 
         Raises:
             ValueError: if the function returned neither a bool nor a dict.
@@ -168,7 +168,7 @@ class CustomPolicy:
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Makes ``wrap`` wrap inside a ``with`` block.
+    """Make ``wrap`` wrap inside a ``with`` block.
 
     Blocks may be nested; the innermost counts.
 

@@ -41,18 +41,18 @@ class Wrapper(nn.Module):
         return self.process_group.size()
 
     def __getitem__(self, key: Any) -> Any:
-        """Returns an item of the wrapped module: a layer of an ``nn.Sequential``."""
+        """Return an item of the wrapped module: a layer of an ``nn.Sequential``."""
         return self._fsdp_wrapped_module[key]  # type: ignore[index]  # if it has items
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Returns what ``torch.distributed.checkpoint.state_dict`` leaves out of names, and for it.
+        """Return what ``torch.distributed.checkpoint.state_dict`` leaves out of names, and for it.
 
         torch asks under the default name of ``StateDictOptions.dsd_fqn_modifiers``.
         """
         return {"": WRAPPED}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
-        """Returns the norm of all gradients together, after scaling them to ``max_norm`` at most.
+        """Return the norm of all gradients together, after scaling them to ``max_norm`` at most.
 
         Every rank calls it.
 
@@ -72,7 +72,7 @@ class Wrapper(nn.Module):
 
 
 def require_module(module: object) -> None:
-    """Returns if ``module`` is one.
+    """Return if ``module`` is one.
 
     Raises:
         TypeError: if it is not.
@@ -82,7 +82,7 @@ def require_module(module: object) -> None:
 
 
 def require_unwrapped(module: object, kind: type[Wrapper]) -> None:
-    """Returns if ``module`` may be wrapped in ``kind``.
+    """Return if ``module`` may be wrapped in ``kind``.
 
     Raises:
         TypeError: if it is no module.
@@ -94,7 +94,7 @@ def require_unwrapped(module: object, kind: type[Wrapper]) -> None:
 
 
 def wrappers_under(model: nn.Module, kind: type[_W]) -> dict[_W, str]:
-    """Returns the wrappers under ``model``, itself included, inner ones first, and their paths.
+    """Return the wrappers under ``model``, itself included, inner ones first, and their paths.
 
     Raises:
         ValueError: if there is none.

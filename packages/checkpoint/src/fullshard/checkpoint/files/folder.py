@@ -54,14 +54,14 @@ class SaveFolder:
         return self.path / f"{self.stem}.safetensors.index.json"
 
     def written(self, number: int) -> Path:
-        """Returns the path under which file ``number`` is written."""
+        """Return the path under which file ``number`` is written."""
         if self.count == 1:
             return self._own(self.single)
         name = f"{self.stem}-{self.save_id}-{number + 1:05}-of-{self.count:05}.safetensors"
         return self.path / name
 
     def final(self, number: int) -> Path:
-        """Returns the path that file ``number`` has in the set."""
+        """Return the path that file ``number`` has in the set."""
         return self.single if self.count == 1 else self.written(number)
 
     def _own(self, path: Path) -> Path:
@@ -150,7 +150,7 @@ class SaveFolder:
             )
 
     def _old(self) -> list[Path]:
-        """Returns the files of the old set that the new one does not replace by renaming."""
+        """Return the files of the old set that the new one does not replace by renaming."""
         found = [self.single] if self.count > 1 else [self.index]
         with contextlib.suppress(OSError, WeightsError):
             names = dict.fromkeys(index_names(self.index).values())
@@ -158,7 +158,7 @@ class SaveFolder:
         return [path for path in found if path != self.final(0)]
 
     def remove(self, files: Sequence[Path]) -> None:
-        """Removes ``files`` of the old set, the one file or the index first.
+        """Remove ``files`` of the old set, the one file or the index first.
 
         Raises:
             OSError: if one cannot be removed; the new set is there all the same.
@@ -176,7 +176,7 @@ class SaveFolder:
             os.close(fd)
 
     def abandon(self, numbers: Sequence[int]) -> None:
-        """Removes new files that did not become the set."""
+        """Remove new files that did not become the set."""
         for path in [*map(self.written, numbers), self._own(self.index)]:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

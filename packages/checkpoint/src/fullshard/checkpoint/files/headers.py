@@ -173,7 +173,7 @@ def _stored(path: Path, name: str, said: Any, data: int) -> Stored:
 
 
 def _check_ends(path: Path, size: int, offsets: Sequence[Sequence[int]]) -> None:
-    """Returns if tensors follow each other without a gap up to the end of the file."""
+    """Return if tensors follow each other without a gap up to the end of the file."""
     at = 0
     for start, end in sorted(map(tuple, offsets)):
         if start != at:

@@ -38,7 +38,7 @@ class Reader:
     """
 
     def __init__(self, buffer_bytes: int) -> None:
-        """Allocates the buffer."""
+        """Allocate the buffer."""
         self._bytes = bytearray(buffer_bytes)
         self.memory = torch.frombuffer(self._bytes, dtype=torch.uint8)
         self.requested = self.beyond = 0
@@ -48,11 +48,11 @@ class Reader:
         self._open = ExitStack()
 
     def close(self) -> None:
-        """Closes all files."""
+        """Close all files."""
         self._open.close()
 
     def read(self, stored: Stored, box: Box, into: torch.Tensor, limit: int = 0) -> None:
-        """Reads ``box`` of ``stored`` into ``into``, with a cast if its dtype is another.
+        """Read ``box`` of ``stored`` into ``into``, with a cast if its dtype is another.
 
         Args:
             stored: the tensor.
@@ -86,7 +86,7 @@ class Reader:
         return self.memory[:nbytes].view(stored.dtype).as_strided(part.size, strides)
 
     def _runs(self, stored: Stored, part: Box) -> torch.Tensor:
-        """Returns ``part``, whose runs are read one by one."""
+        """Return ``part``, whose runs are read one by one."""
         assert stored.dtype is not None, "it was matched"
         _, length = runs_of(part, stored.shape)
         nbytes, at = length * stored.dtype.itemsize, 0
@@ -96,7 +96,7 @@ class Reader:
         return self.memory[:at].view(stored.dtype).view(part.size)
 
     def _request(self, stored: Stored, element: int, at: int, nbytes: int) -> None:
-        """Reads ``nbytes`` from ``element`` on to ``at`` in the buffer."""
+        """Read ``nbytes`` from ``element`` on to ``at`` in the buffer."""
         assert stored.dtype is not None, "it was matched"
         self.requested += nbytes
         first = element * stored.dtype.itemsize
@@ -173,7 +173,7 @@ def _is_dense(box: Box, shape: tuple[int, ...], itemsize: int) -> bool:
 
 
 def bytes_from_device() -> int | None:
-    """Returns how many bytes a disk gave this process; None where the system does not tell."""
+    """Return how many bytes a disk gave this process; None where the system does not tell."""
     for line in _lines(Path("/proc/self/io")):
         name, _, value = line.partition(":")
         if name == "read_bytes":

@@ -20,7 +20,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def runs_of(box: Box, shape: Sequence[int]) -> tuple[int, int]:
-    """Returns how many runs of neighbouring elements a box has in a tensor of ``shape``, how long.
+    """Return how many runs of neighbouring elements a box has in a tensor of ``shape``, how long.
 
     The runs are equally long. Elements are stored in the order of the dims; the last dim varies
     fastest.
@@ -35,7 +35,7 @@ def runs_of(box: Box, shape: Sequence[int]) -> tuple[int, int]:
 
 
 def run_starts(box: Box, shape: Sequence[int]) -> Iterator[int]:
-    """Yields the first element of each run, counted from the tensor's first."""
+    """Yield the first element of each run, counted from the tensor's first."""
     strides, dim = _strides(shape), len(shape)
     while dim > 0:
         dim -= 1
@@ -47,14 +47,14 @@ def run_starts(box: Box, shape: Sequence[int]) -> Iterator[int]:
 
 
 def span_of(box: Box, shape: Sequence[int]) -> tuple[int, int]:
-    """Returns the first element of a box that is not empty, and how many there are to its last."""
+    """Return the first element of a box that is not empty, and how many there are to its last."""
     pairs = list(zip(box.start, box.size, _strides(shape), strict=True))
     first = sum(start * stride for start, _, stride in pairs)
     return first, 1 + sum((size - 1) * stride for _, size, stride in pairs)
 
 
 def divided(box: Box, cost: Callable[[Box], int], limit: int) -> Iterator[Box]:
-    """Yields parts of ``box``, in the order of their elements, none of which costs over ``limit``.
+    """Yield parts of ``box``, in the order of their elements, none of which costs over ``limit``.
 
     The box is divided in its first dims, so a part of a contiguous box is contiguous. A single
     element may cost more.

@@ -49,7 +49,7 @@ def index_names(index: Path) -> dict[str, str]:
 
 
 def find_files(path: Path) -> tuple[Path | None, list[Path]]:
-    """Returns the index, if the set at ``path`` has one, and its files.
+    """Return the index, if the set at ``path`` has one, and its files.
 
     Args:
         path: a safetensors file, an index, or a folder with either.

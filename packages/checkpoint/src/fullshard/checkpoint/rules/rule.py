@@ -60,7 +60,7 @@ class Rule:
     transpose: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        """Checks it."""
+        """Check it."""
         for side in (self.model, self.file):
             several = isinstance(side, Sequence) and all(isinstance(each, str) for each in side)
             if side is not None and not several:
@@ -98,7 +98,7 @@ class Rule:
         return _several(self.file)
 
     def fields(self, name: str) -> tuple[int, dict[str, str]] | None:
-        """Returns which of its templates makes the model's ``name``, and with which fields."""
+        """Return which of its templates makes the model's ``name``, and with which fields."""
         for index, template in enumerate(self.models):
             found = matched(template, name)
             if found is not None:
@@ -110,7 +110,7 @@ class Rule:
         return not self.models and any(matched(each, name) is not None for each in self.files)
 
     def pieces(self, name: str, params: Shapes, stored: Shapes | None) -> list[Piece]:
-        """Returns the pieces of the parameter ``name``, which it matches; none to leave it alone.
+        """Return the pieces of the parameter ``name``, which it matches; none to leave it alone.
 
         Args:
             name: the model's.
@@ -187,7 +187,7 @@ class Rule:
         return found
 
     def _sizes(self, files: Sequence[str], rows: int, dim: int, stored: Shapes | None) -> list[int]:
-        """Returns how many of ``rows`` each of ``files`` has."""
+        """Return how many of ``rows`` each of ``files`` has."""
         if self.parts is None and stored is not None and all(file in stored for file in files):
             shapes = [stored[file] for file in files]
             ndim = len(shapes[0])
@@ -274,7 +274,7 @@ class Rule:
         return dim
 
     def _turned(self, piece: Piece) -> Piece:
-        """Returns ``piece``, of which ``transpose`` swaps two dims in the file."""
+        """Return ``piece``, of which ``transpose`` swaps two dims in the file."""
         if self.transpose is None:
             return piece
         ndim = len(piece.shape)

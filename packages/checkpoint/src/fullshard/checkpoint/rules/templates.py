@@ -31,16 +31,16 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 def fields_of(template: str) -> frozenset[str]:
-    """Returns the names of the fields of ``template``."""
+    """Return the names of the fields of ``template``."""
     return frozenset(found.group(2) for found in _FIELD.finditer(template))
 
 
 def matched(template: str, name: str) -> dict[str, str] | None:
-    """Returns the fields with which ``template`` makes ``name``; None if it cannot."""
+    """Return the fields with which ``template`` makes ``name``; None if it cannot."""
     found = _pattern(template).fullmatch(name)
     return None if found is None else found.groupdict()
 
 
 def filled(template: str, fields: Mapping[str, str]) -> str:
-    """Returns ``template`` with its fields replaced by their text."""
+    """Return ``template`` with its fields replaced by their text."""
     return _FIELD.sub(lambda found: fields[found.group(2)], template)

@@ -36,12 +36,12 @@ class PendingSave(Future[Path]):
         self.seen = False
 
     def result(self, timeout: float | None = None) -> Path:
-        """Returns the folder once the checkpoint is there; waits ``timeout`` seconds at most."""
+        """Return the folder once the checkpoint is there; wait ``timeout`` seconds at most."""
         self.exception(timeout)
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Returns what went wrong, once the save has ended; waits ``timeout`` seconds at most."""
+        """Return what went wrong, once the save has ended; wait ``timeout`` seconds at most."""
         error = super().exception(timeout)
         self.seen = True
         return error

@@ -89,7 +89,7 @@ def write(
     group: dist.ProcessGroup | None,
     error: BaseException | None,
 ) -> None:
-    """Writes ``state`` into ``folder``; returns on every rank when the new checkpoint is there.
+    """Write ``state`` into ``folder``; return on every rank when the new checkpoint is there.
 
     Args:
         state: of this rank, on the CPU.
@@ -165,7 +165,7 @@ def _is_there(folder: Path, save_id: str) -> bool:
 
 
 def _own_part(planner: DefaultSavePlanner, owners: Mapping[str, int], rank: int) -> SavePlan:
-    """Returns what this rank writes; see [Note: plans without communication]."""
+    """Return what this rank writes; see [Note: plans without communication]."""
     plan = planner.create_local_plan()
     items = []
     for item in plan.items:
@@ -207,7 +207,7 @@ def _write_files(
 
 
 def _commit(planner: DefaultSavePlanner, told: Sequence[_Written], folder: Path) -> str:
-    """Makes what was written the checkpoint, on the first rank; returns what went wrong."""
+    """Make what was written the checkpoint, on the first rank; return what went wrong."""
     errors = [f"rank {rank}: {each.error}" for rank, each in enumerate(told) if each.error]
     if errors:
         return "; ".join(errors)
@@ -232,7 +232,7 @@ def _commit(planner: DefaultSavePlanner, told: Sequence[_Written], folder: Path)
 
 
 def _require_all(told: Sequence[_Written], folder: Path) -> None:
-    """Returns if this rank sees the files of all ranks.
+    """Return if this rank sees the files of all ranks.
 
     Raises:
         FileNotFoundError: if ranks have other folders, or no storage in common.

@@ -23,7 +23,7 @@ class Handover:
     """Passes buckets from one thread to another, one at a time."""
 
     def __init__(self) -> None:
-        """Starts empty; the calling thread is the consumer until another asks for a bucket."""
+        """Start empty; the calling thread is the consumer until another asks for a bucket."""
         self._changed = threading.Condition()
         self._ready: list[Full] = []
         self._consumer = threading.current_thread()
@@ -34,7 +34,7 @@ class Handover:
     # -- the thread that exchanges ----------------------------------------------------------------
 
     def wait_for_room(self) -> bool:
-        """Returns once the last bucket was taken; returns whether a consumer is left."""
+        """Return once the last bucket was taken; return whether a consumer is left."""
         with self._changed:
             while self._ready and not self._left and self._consumer.is_alive():
                 self._changed.wait(_LOOK)
@@ -56,7 +56,7 @@ class Handover:
     # -- the thread that consumes -----------------------------------------------------------------
 
     def take(self) -> Full | None:
-        """Returns the next bucket; None after the last one, and after ``leave()``.
+        """Return the next bucket; None after the last one, and after ``leave()``.
 
         Raises:
             BaseException: the error that ended the stream.
@@ -81,6 +81,6 @@ class Handover:
             self._changed.notify_all()
 
     def require_no_error(self) -> None:
-        """Raises the error that ended the stream, if one did."""
+        """Raise the error that ended the stream, if one did."""
         if self._error is not None:
             raise self._error

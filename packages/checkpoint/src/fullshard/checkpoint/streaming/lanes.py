@@ -36,7 +36,7 @@ def answer(
     rank: int,
     to: int,
 ) -> None:
-    """Sends rank ``to`` what it gets from this one, ``rank``, as it asks for it.
+    """Send rank ``to`` what it gets from this one, ``rank``, as it asks for it.
 
     Raises:
         Exception: what kept this rank from sending; ``to`` is told.
@@ -109,7 +109,7 @@ def _stopped_at_the_end(asked: _Asked, group: dist.ProcessGroup | None) -> Itera
 def _bucket(
     bucket: Bucket, asked: _Asked, shards: PinnedShards, group: dist.ProcessGroup | None
 ) -> Full:
-    """Returns the whole parameters of ``bucket``, the next one that is asked for."""
+    """Return the whole parameters of ``bucket``, the next one that is asked for."""
     full = {param.name: memory(param.shape, param.dtype) for param in bucket}
     messages = {source: memory((p[-1].end,), torch.uint8) for source, p in asked[0].items()}
     for param in bucket:

@@ -46,7 +46,7 @@ class Streamed:
         return self.shape.numel() * self.dtype.itemsize
 
     def source(self, box: Box, to: int) -> int:
-        """Returns the rank that gives rank ``to`` a part: itself, or one of its replicas."""
+        """Return the rank that gives rank ``to`` a part: itself, or one of its replicas."""
         ranks = self.holders[box]
         return to if to in ranks else ranks[zlib.crc32(self.name.encode()) % len(ranks)]
 
@@ -71,12 +71,12 @@ class Piece:
         return self.offset + self.box.numel * self.param.dtype.itemsize
 
     def in_message(self, message: torch.Tensor) -> torch.Tensor:
-        """Returns its place in ``message``, ``[bytes]`` of uint8: a view of its shape and dtype."""
+        """Return its place in ``message``, ``[bytes]`` of uint8: a view of its shape and dtype."""
         return message[self.offset : self.end].view(self.param.dtype).view(self.box.size)
 
 
 def streamed(params: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> list[Streamed]:
-    """Returns what travels of ``params``, in their order; floating ones in ``dtype``."""
+    """Return what travels of ``params``, in their order; floating ones in ``dtype``."""
     known: dict[object, dict[Box, list[int]]] = {}  # layers of a model have equal ones
     found = []
     for name, param in params.items():
@@ -101,7 +101,7 @@ def _holders(param: DTensor) -> dict[Box, list[int]]:
 
 
 def buckets_of(params: Iterable[Streamed], bucket_bytes: int) -> list[list[Streamed]]:
-    """Returns ``params`` in their order, as many in each bucket as fit; a larger one is alone."""
+    """Return ``params`` in their order, as many in each bucket as fit; a larger one is alone."""
     buckets: list[list[Streamed]] = []
     left = 0
     for param in params:

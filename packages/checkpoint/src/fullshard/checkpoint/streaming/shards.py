@@ -18,7 +18,7 @@ __all__ = ["PinnedShards", "memory"]
 
 
 def memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns memory on the CPU of arbitrary content; all that a stream takes comes from here."""
+    """Return memory on the CPU of arbitrary content; all that a stream takes comes from here."""
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
@@ -32,7 +32,7 @@ class PinnedShards:
         to: Sequence[int],
         rank: int,
     ) -> None:
-        """Copies what any rank in ``to`` gets from this one.
+        """Copy what any rank in ``to`` gets from this one.
 
         Args:
             params: the parameters by name, each as an optimizer holds it.
@@ -57,14 +57,14 @@ class PinnedShards:
         return any(param.source(box, to) == self._rank for box in mine)
 
     def message(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Returns a message of ``pieces``, all of them this rank's: ``[bytes]`` of uint8."""
+        """Return a message of ``pieces``, all of them this rank's: ``[bytes]`` of uint8."""
         packed = memory((pieces[-1].end,), torch.uint8)
         for piece in pieces:
             piece.in_message(packed).copy_(self._shards[piece.param.name])
         return packed
 
     def fill(self, full: torch.Tensor, param: Streamed) -> None:
-        """Copies this rank's part of ``param`` into the whole tensor ``full``."""
+        """Copy this rank's part of ``param`` into the whole tensor ``full``."""
         if self._rank not in param.ranks and param.nbytes:  # this rank has all of it
             full.copy_(self._shards[param.name])
         for box, ranks in param.holders.items():
@@ -72,7 +72,7 @@ class PinnedShards:
                 box.of(full).copy_(self._shards[param.name])
 
     def release(self, bucket: Sequence[Streamed], to: int) -> None:
-        """Lets go of the shards of a bucket that only rank ``to`` had yet to get."""
+        """Let go of the shards of a bucket that only rank ``to`` had yet to get."""
         with self._lock:
             for param in bucket:
                 if self._gives(param, to):

@@ -73,7 +73,7 @@ class ParameterStream(
         self._finalizer.atexit = False  # a consumer that has ended is noticed anyway
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        """Returns the next name and parameter.
+        """Return the next name and parameter.
 
         Raises:
             RankMismatchError: on every rank, if ranks disagree or a rank failed.
@@ -89,12 +89,12 @@ class ParameterStream(
         return next(self)
 
     def close(self) -> None:
-        """Ends this rank's part: nothing more comes here; others go on if they want to."""
+        """End this rank's part: nothing more comes here; others go on if they want to."""
         self._bucket = iter(())
         self._handover.leave()
 
     def wait(self) -> None:
-        """Returns once this rank has done its part; before a process group is destroyed, say.
+        """Return once this rank has done its part; before a process group is destroyed, say.
 
         On a rank that gets parameters, all were taken by then, or the stream was closed.
 
@@ -106,7 +106,7 @@ class ParameterStream(
         self._handover.require_no_error()
 
     def __exit__(self, *error: object) -> None:
-        """Closes the stream."""
+        """Close the stream."""
         self.close()
 
 
@@ -230,7 +230,7 @@ class _Run:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Moves all buckets: one thread for each rank that gets them; returns when all ended."""
+        """Move all buckets: one thread for each rank that gets them; return when all ended."""
         said = [f"bucket_bytes={self.bucket_bytes}, to={list(self.to)}"]
         said += [f"{each.name}: {each.dtype} {tuple(each.shape)}" for each in self.plan]
         agree_over(_STREAM, self.process_group, _CPU, said, None)
@@ -307,7 +307,7 @@ def _targets(to: Sequence[int] | None, ranks: set[int]) -> list[int]:
 def _process_group(
     group: dist.ProcessGroup | None, params: dict[str, torch.Tensor], ranks: set[int]
 ) -> dist.ProcessGroup:
-    """Returns the process group of a stream, once all ranks of the model have the same one."""
+    """Return the process group of a stream, once all ranks of the model have the same one."""
     error = _wrong(group, ranks)
     said = "group=None"
     if group is not None:

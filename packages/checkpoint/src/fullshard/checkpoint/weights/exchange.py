@@ -49,7 +49,7 @@ class Together:
     blocks: tuple[Box, ...]
 
     def read(self, reader: Reader, stored: Stored, tensor: ModelTensor) -> Exception | None:
-        """Fills the piece of this rank's shard, and returns what went wrong."""
+        """Fill the piece of this rank's shard, and return what went wrong."""
         mesh = tensor.tensor.device_mesh  # type: ignore[attr-defined]  # only DTensors are shared
         process_group: dist.ProcessGroup = mesh.get_group(self.sharing.axis)
         count, error = len(self.sharing.boxes), None
@@ -70,7 +70,7 @@ class Together:
         blocks: Sequence[Box],
         process_group: dist.ProcessGroup,
     ) -> None:
-        """Reads one block per rank, and gives each rank what it needs of all."""
+        """Read one block per rank, and give each rank what it needs of all."""
         assert stored.dtype is not None, "it was matched"
         mine, quarter = self.sharing.index, reader.memory.numel() // _SLICES
         rows, sent, come = (reader.memory[i * quarter : (i + 1) * quarter] for i in (1, 2, 3))
@@ -98,7 +98,7 @@ class Together:
             raise _ReadError(error)
 
     def _of(self, box: Box, block: Box | None) -> Piece | None:
-        """Returns what of ``block`` the shard with ``box`` needs."""
+        """Return what of ``block`` the shard with ``box`` needs."""
         found = None if block is None or box.numel == 0 else self.piece.of_shard(box)
         return None if found is None or block is None else found.of_file(block)
 
@@ -175,7 +175,7 @@ def together(
 
 
 def _blocks(shared: Piece, sharing: Sharing, limit: int) -> list[Box]:
-    """Returns rows of what is shared, as many blocks to each rank.
+    """Return rows of what is shared, as many blocks to each rank.
 
     Return None if a row, or the part of a row that one rank gets from another rank, is above
     ``limit``.

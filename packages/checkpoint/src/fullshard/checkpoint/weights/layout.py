@@ -94,7 +94,7 @@ class PlannedFile:
 def planned_tensors(
     tensors: Sequence[ModelTensor], names: Naming, dtype: torch.dtype | None
 ) -> tuple[list[FileTensor], dict[str, str]]:
-    """Returns what files will hold of ``tensors``, and what ties are called there.
+    """Return what files will hold of ``tensors``, and what ties are called there.
 
     Args:
         tensors: the model's.

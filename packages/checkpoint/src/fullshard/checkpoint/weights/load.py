@@ -101,7 +101,7 @@ def load_safetensors(
     strict: bool = True,
     options: LoadOptions = _DEFAULTS,
 ) -> LoadReport:
-    """Loads weights into ``model``, of which each rank reads its shards alone; returns a report.
+    """Load weights into ``model``, of which each rank reads its shards alone; return a report.
 
     Call it on every rank of the model, between steps. Values are written in place, and cast to the
     dtypes of the parameters: optimizers that were built before stay right. Tensors on the meta
@@ -239,7 +239,7 @@ def _give_memory(
 
 
 def _read(plan: _Plan, reader: Reader, options: LoadOptions) -> Exception | None:
-    """Reads all tensors, with all collectives, and returns the last error of this rank."""
+    """Read all tensors, with all collectives, and return the last error of this rank."""
     before, error = bytes_from_device(), None
     with closing(reader):
         for target in plan.targets:

@@ -53,7 +53,7 @@ class Names:
     """The naming of a user's ``rename``."""
 
     def __init__(self, rename: Rename) -> None:
-        """Checks its form.
+        """Check its form.
 
         Raises:
             TypeError: if it has none of the forms.
@@ -77,7 +77,7 @@ class Names:
             self._rules = tuple(rename)
 
     def pieces(self, name: str, params: Shapes, stored: Shapes | None) -> list[Piece]:
-        """Returns the pieces of the parameter ``name``; none to leave it alone.
+        """Return the pieces of the parameter ``name``; none to leave it alone.
 
         Args:
             name: one of the model's.
@@ -106,7 +106,7 @@ def _identity(name: str) -> str:
 
 
 def names_of(tensors: Sequence[ModelTensor]) -> Shapes:
-    """Returns the shapes of ``tensors`` by every name."""
+    """Return the shapes of ``tensors`` by every name."""
     return {name: each.shape for each in tensors for name in each.names}
 
 
@@ -124,7 +124,7 @@ def matched_with(
     stored: Mapping[str, Stored],
     dtype: torch.dtype | None,
 ) -> tuple[list[Target], LoadReport]:
-    """Returns what each of ``tensors`` is made of, and the report of what does not fit.
+    """Return what each of ``tensors`` is made of, and the report of what does not fit.
 
     Args:
         tensors: the model's.
@@ -170,7 +170,7 @@ def _wrong(
     stored: Mapping[str, Stored],
     dtype: torch.dtype | None,
 ) -> list[str]:
-    """Returns what of ``pieces`` cannot become ``tensor``, in words."""
+    """Return what of ``pieces`` cannot become ``tensor``, in words."""
     own = tensor.tensor.dtype
     if dtype is not None and own.is_floating_point:
         own = dtype
@@ -204,7 +204,7 @@ def _casts(stored: torch.dtype, own: torch.dtype) -> bool:
 
 
 def _twice(targets: Sequence[Target]) -> list[str]:
-    """Returns the files' tensors of which more is taken than they have, and who takes it."""
+    """Return the files' tensors of which more is taken than they have, and who takes it."""
     taken, takers, sizes = Counter[str](), dict[str, list[str]](), dict[str, int]()
     for target in targets:
         for piece in target.pieces:

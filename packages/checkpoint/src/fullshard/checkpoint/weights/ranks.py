@@ -47,7 +47,7 @@ def attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
 def agree_over_meshes(
     tensors: Iterable[ModelTensor], said: Mapping[str, str], error: Exception | None
 ) -> None:
-    """Returns if no rank of the meshes of ``tensors`` found an error, and all say the same.
+    """Return if no rank of the meshes of ``tensors`` found an error, and all say the same.
 
     Args:
         tensors: the model's; ranks may have some that others do not have, on meshes of their own.

@@ -14,7 +14,7 @@ _SHOWN = 20  # names in the text of an error; a report has all
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns ``names`` as text, of very many only the first."""
+    """Return ``names`` as text, of very many only the first."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
@@ -56,7 +56,7 @@ class LoadReport:
     on_meta: list[str] = field(default_factory=list)
 
     def problems(self, *, strict: bool) -> list[str]:
-        """Returns what makes loading impossible, a line for each kind."""
+        """Return what makes loading impossible, a line for each kind."""
         found = []
         if strict and self.missing:
             found.append(f"missing in the files: {listed(self.missing)}")

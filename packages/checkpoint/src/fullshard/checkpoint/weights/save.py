@@ -77,7 +77,7 @@ class SaveOptions:
     checksums: bool = True
 
     def __post_init__(self) -> None:
-        """Checks each."""
+        """Check each."""
         require_count("buffer_bytes", self.buffer_bytes)
         require_count("writers_per_file", self.writers_per_file)
         require_bool("checksums", self.checksums)
@@ -112,7 +112,7 @@ def save_safetensors(
     rename: Rename = None,
     options: SaveOptions = _DEFAULTS,
 ) -> SaveReport:
-    """Saves the weights of ``model`` as plain libraries read them; returns what was written.
+    """Save the weights of ``model`` as plain libraries read them; return what was written.
 
     Call it on every rank of the model, between steps. The set is one file if all tensors fit in
     ``max_shard_size``, and otherwise several files and an index. The old set in ``folder`` is
@@ -222,7 +222,7 @@ class _Saving:
         self._sums = Sums()
 
     def _told(self) -> tuple[list[list[Box]], str]:
-        """Returns what each rank has of each tensor, and the first rank's number of the save."""
+        """Return what each rank has of each tensor, and the first rank's number of the save."""
         told = ([each.box for each in self._tensors], uuid.uuid4().hex[:_ID])
         everyone = [told] * self._size
         if self._sender is not None:
@@ -230,7 +230,7 @@ class _Saving:
         return [boxes for boxes, _ in everyone], everyone[0][1]
 
     def run(self) -> SaveReport:
-        """Writes all files, and makes them the set."""
+        """Write all files, and make them the set."""
         total = sum(tensor.nbytes for file in self._files for tensor in file.tensors)
         batches = self._together(self._batches)
         rounds = Rounds(self._tensors, self._sender, batches)
@@ -257,7 +257,7 @@ class _Saving:
         _agree(self._sender, [], error)
 
     def _together(self, call: Callable[[], T]) -> T:
-        """Returns what ``call`` returns; raises on every rank what it raises on one."""
+        """Return what ``call`` returns; raise on every rank what it raises on one."""
         found, error = attempt(call)
         self._agree(error)
         return cast(T, found)
@@ -280,13 +280,13 @@ class _Saving:
     # -- who writes what --------------------------------------------------------------------------
 
     def _writer(self, file: int, part: int = 0) -> int:
-        """Returns the rank that writes a part of a file; they are spread over all ranks."""
+        """Return the rank that writes a part of a file; they are spread over all ranks."""
         each = self._options.writers_per_file
         job, jobs = file * each + part, len(self._files) * each
         return job % self._size if jobs > self._size else job * self._size // jobs
 
     def _batches(self) -> list[list[list[Block]]]:
-        """Returns what each rank writes in each round."""
+        """Return what each rank writes in each round."""
         jobs = len(self._files) * self._options.writers_per_file
         # the received parts, a block of the file, and the parts for every writer
         limit = self._options.buffer_bytes // (min(jobs, self._size) + 2) // 16 * 16
@@ -306,7 +306,7 @@ class _Saving:
     # -- files ------------------------------------------------------------------------------------
 
     def _create(self) -> None:
-        """Begins the files of which this rank writes the first bytes."""
+        """Begin the files of which this rank writes the first bytes."""
         for number, file in enumerate(self._files):
             if self._writer(number) == self._rank:
                 flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
@@ -379,7 +379,7 @@ class _Saving:
 
 
 def _add(rounds: list[list[Block]], block: Block, limit: int) -> None:
-    """Adds ``block`` to the last of a rank's rounds, or to a new one."""
+    """Add ``block`` to the last of a rank's rounds, or to a new one."""
     if not rounds or sum(each.nbytes for each in rounds[-1]) + block.nbytes > limit:
         rounds.append([])
     rounds[-1].append(block)

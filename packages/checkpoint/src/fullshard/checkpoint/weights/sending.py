@@ -59,7 +59,7 @@ class Shares:
         return [(first, first + length) for first, length in spans]
 
     def of(self, box: Box) -> Iterator[Share]:
-        """Yields what of ``box`` each rank gives."""
+        """Yield what of ``box`` each rank gives."""
         first, length = span_of(box, self.tensor.shape)
         until = bisect.bisect_left(self._ranges, (first + length, 0))
         for index in range(until):
@@ -73,7 +73,7 @@ class Shares:
 def shares_of(
     tensor: FileTensor, boxes: Sequence[Sequence[Box]], sharded: Sequence[bool], writer: int
 ) -> Shares:
-    """Returns who gives which part of ``tensor``.
+    """Return who gives which part of ``tensor``.
 
     Of replicas, the writer itself if it has one. Tensors that are not sharded may differ on ranks,
     as statistics of batches do: those of the first rank count.
@@ -132,7 +132,7 @@ class Block:
 
 
 def blocks_of(file: int, shares: Shares, start: int, limit: int) -> Iterator[Block]:
-    """Yields the blocks of a tensor that begins at byte ``start``, of at most ``limit`` bytes."""
+    """Yield the blocks of a tensor that begins at byte ``start``, of at most ``limit`` bytes."""
     tensor = shares.tensor
     size = tensor.dtype.itemsize
     for box in divided(Box.whole(tensor.shape), lambda part: part.numel * size, limit):
@@ -153,7 +153,7 @@ class Rounds:
         sender: Sender | None,
         batches: Sequence[Sequence[Sequence[Block]]],
     ) -> None:
-        """Takes who saves; ``batches``: per rank and round what it writes."""
+        """Take who saves; ``batches``: per rank and round what it writes."""
         self._tensors = tensors
         self._sender = sender
         self._rank = 0 if sender is None else sender.process_group.rank()
@@ -163,7 +163,7 @@ class Rounds:
         self.sent = 0
 
     def run(self, write: Callable[[Block, memoryview], None]) -> Exception | None:
-        """Runs all rounds, and returns what ``write`` raised on this rank.
+        """Run all rounds, and return what ``write`` raised on this rank.
 
         Args:
             write: given a block and its bytes on the CPU, which the next block overwrites.
@@ -184,7 +184,7 @@ class Rounds:
         return error
 
     def _exchanged(self, now: Sequence[Sequence[_Parts]]) -> list[torch.Tensor]:
-        """Returns what each rank sent this one: the parts of its blocks, one after the other."""
+        """Return what each rank sent this one: the parts of its blocks, one after the other."""
         if self._sender is None:
             return []
         mine, ranks = self._rank, range(len(now))
@@ -213,7 +213,7 @@ class Rounds:
         ]
 
     def _assembled(self, parts: _Parts, come: list[torch.Tensor]) -> memoryview:
-        """Returns the bytes of a block; takes what it needs from the front of each of ``come``."""
+        """Return the bytes of a block; take what it needs from the front of each of ``come``."""
         block = parts.block
         if len(self._block) < block.nbytes:
             self._block = bytearray(block.nbytes)
@@ -233,7 +233,7 @@ class Rounds:
         into.copy_(share.piece.view(tensor.local, tensor.box))
 
     def _buffer(self, name: str, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Returns the first ``nbytes`` of a buffer that is kept from round to round."""
+        """Return the first ``nbytes`` of a buffer that is kept from round to round."""
         kept = self._buffers.get(name)
         if kept is None or kept.numel() < nbytes:
             self._buffers.pop(name, None)
@@ -255,7 +255,7 @@ def _aligned(block: Block, share: Share) -> int:
 
 
 def _typed(memory: torch.Tensor, block: Block, share: Share) -> torch.Tensor:
-    """Returns the front of ``memory`` as the tensor of what ``share`` gives."""
+    """Return the front of ``memory`` as the tensor of what ``share`` gives."""
     dtype, size = block.shares.tensor.dtype, share.piece.in_file.size
     nbytes = share.piece.in_file.numel * dtype.itemsize
     return memory[:nbytes].view(dtype).view(size)

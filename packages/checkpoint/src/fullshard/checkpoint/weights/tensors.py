@@ -100,7 +100,7 @@ class ModelTensor:
         return box_of(self.tensor)
 
     def check(self) -> None:
-        """Returns if the shard is what mesh and placements say, and can be filled in parts.
+        """Return if the shard is what mesh and placements say, and can be filled in parts.
 
         Raises:
             WeightsError: if not.
@@ -125,7 +125,7 @@ class ModelTensor:
 
 
 def tensors_of(model: nn.Module) -> list[ModelTensor]:
-    """Returns the parameters and persistent buffers of ``model``, each once, as in a state dict."""
+    """Return the parameters and persistent buffers of ``model``, each once, as in a state dict."""
     found: dict[torch.Tensor, ModelTensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         start = f"{prefix}." if prefix else ""
@@ -146,12 +146,12 @@ def tensors_of(model: nn.Module) -> list[ModelTensor]:
 
 
 def unset_buffers(model: nn.Module) -> list[str]:
-    """Returns the names of buffers on the meta device."""
+    """Return the names of buffers on the meta device."""
     return [clean_name(name) for name, buffer in model.named_buffers() if buffer.is_meta]
 
 
 def groups_of(tensors: Iterable[ModelTensor], call: str) -> list[FSDPParamGroup]:
-    """Returns the parameter groups of ``tensors``, resharded.
+    """Return the parameter groups of ``tensors``, resharded.
 
     Raises:
         RuntimeError: if one is in the middle of its forward or backward, saying so of ``call``.
@@ -166,7 +166,7 @@ def groups_of(tensors: Iterable[ModelTensor], call: str) -> list[FSDPParamGroup]
 
 
 def require_no_block(tensors: Iterable[ModelTensor], call: str) -> None:
-    """Returns if none of ``tensors`` is in an ``unsharded()`` block; all ranks see the same.
+    """Return if none of ``tensors`` is in an ``unsharded()`` block; all ranks see the same.
 
     Raises:
         RuntimeError: if one is, saying so of ``call``.
@@ -209,7 +209,7 @@ def _home(tensor: torch.Tensor) -> torch.device | str:
 
 
 def _replace(each: ModelTensor, local: torch.Tensor) -> None:
-    """Makes ``local`` the shard, in a new tensor in all places of the one on the meta device."""
+    """Make ``local`` the shard, in a new tensor in all places of the one on the meta device."""
     old, new = each.tensor, local
     if isinstance(old, DTensor):
         like = torch.empty(old.shape, dtype=local.dtype, device="meta")

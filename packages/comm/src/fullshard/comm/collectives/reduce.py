@@ -106,7 +106,7 @@ class ReduceInFlight:
         return self.result
 
     def launched(self, work: dist.Work | None, owner: Stream) -> None:
-        """Takes the handle of its collective, whose input was packed on ``owner``; None: over."""
+        """Take the handle of its collective, whose input was packed on ``owner``; None: over."""
         if work is not None and self.plan.config.streams.asynchronous_work:
             self.work = work
             return
@@ -133,7 +133,7 @@ class ReducePlan:
     """
 
     def __init__(self, layout: Layout, config: ReduceConfig) -> None:
-        """Takes both; see ``foreach_reduce``.
+        """Take both; see ``foreach_reduce``.
 
         Raises:
             ValueError: if the layout cannot be reduced, or does not fit the process group.

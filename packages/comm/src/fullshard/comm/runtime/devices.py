@@ -54,7 +54,7 @@ _STREAMS = ("Stream", "current_stream", "stream")
 
 
 def traits_of(device: torch.device) -> DeviceTraits:
-    """Returns what ``device`` can: of an accelerator, what its module has."""
+    """Return what ``device`` can: of an accelerator, what its module has."""
     traits = _TRAITS.get(device.type)
     if traits is None:
         traits = _TRAITS[device.type] = _read(device.type)

@@ -119,7 +119,7 @@ class Frame:
             self.file.release(give_back=give_back)
 
     def take(self, window: Window, number: int) -> None:
-        """Takes note of a gather."""
+        """Take note of a gather."""
         self.turns.taken += 1
         self.launched = number
         self._window = weakref.ref(window)

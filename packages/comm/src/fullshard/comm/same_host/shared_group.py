@@ -138,19 +138,19 @@ class SharedBuffer:
         return self._group.launch_in(self, gather_in_place(self.memory.numel(), self.number, write))
 
     def show(self) -> None:
-        """Shows the pages of the frame, if the window shows others."""
+        """Show the pages of the frame, if the window shows others."""
         if self.window.shown is not Shown.FILE:
             self.window.show(self.frame.file.fd)
 
     def rest(self) -> None:
-        """Shows what a buffer shows that this rank does not use: in debug mode poison."""
+        """Show what a buffer shows that this rank does not use: in debug mode poison."""
         if DEBUGGED:
             self.window.poison()
         else:
             self.show()
 
     def move_out(self) -> None:
-        """Shows private pages, until ``leave()``; see [Note: frames]."""
+        """Show private pages, until ``leave()``; see [Note: frames]."""
         self._group.move_out(self)
 
     def leave(self) -> None:
@@ -176,7 +176,7 @@ class SharedGroup:
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        """Finds the other ranks: a collective call.
+        """Find the other ranks: a collective call.
 
         Raises:
             SharedMemoryError: on all ranks, if they are not processes of one host.

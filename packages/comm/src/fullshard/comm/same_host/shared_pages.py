@@ -71,7 +71,7 @@ class Window(mmap.mmap):
     keeps: object
 
     def __new__(cls, fd: int, nbytes: int, keeps: object) -> Window:
-        """Shows the first ``nbytes``, whole pages, of the file open as ``fd``.
+        """Show the first ``nbytes``, whole pages, of the file open as ``fd``.
 
         Raises:
             OSError: if there is no room for it in this process.

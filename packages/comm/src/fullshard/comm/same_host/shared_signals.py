@@ -114,7 +114,7 @@ class PeerLostError(SharedMemoryError):
         self.kind = kind
 
     def say_where(self, collective: str, name: str) -> None:
-        """Lets the message say, too, in which collective, and of whose tensors, this rank was."""
+        """Let the message say, too, in which collective, and of whose tensors, this rank was."""
         self.args = (f"{self} This rank was in the {collective} of {name or 'tensors'}.",)
 
     def __reduce__(self) -> tuple[type[PeerLostError], tuple[str, int, int]]:

@@ -64,7 +64,7 @@ class Contribution:
         rank: int,
         scaling: ReduceScaling,
     ) -> None:
-        """Takes checked gradients, which stay as they are until the reduction has ended."""
+        """Take checked gradients, which stay as they are until the reduction has ended."""
         self.layout = layout
         self.rank = rank
         self.dtype = layout.buffer.dtype

@@ -28,7 +28,7 @@ _WORDS = Comparison(
 def require_agreement(
     meshes: Iterable[DeviceMesh], lines: Mapping[DeviceMesh, Sequence[str]], error: str
 ) -> None:
-    """Returns if all ranks of each mesh are to step the same; they call it together.
+    """Return if all ranks of each mesh are to step the same; they call it together.
 
     Args:
         meshes: the meshes over which parameters are sharded, in the same order on all their

@@ -26,7 +26,7 @@ def require_own_state(
     state_dict: Mapping[str, Any],
     shapes_of: Callable[[Mapping[str, Any], torch.Tensor], Shapes],
 ) -> None:
-    """Returns if ``optimizer`` may load ``state_dict``.
+    """Return if ``optimizer`` may load ``state_dict``.
 
     Args:
         optimizer: it has its parameters.

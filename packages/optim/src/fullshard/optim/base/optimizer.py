@@ -33,11 +33,11 @@ class ShardedOptimizer(Optimizer):
     # -- the methods of each subclass -------------------------------------------------------------
 
     def _require_group(self, group: Mapping[str, Any]) -> None:
-        """Raises ``ValueError`` unless all options and parameters of ``group`` are allowed."""
+        """Raise ``ValueError`` unless all options and parameters of ``group`` are allowed."""
         raise NotImplementedError
 
     def _shapes_of(self, group: Mapping[str, Any], param: torch.Tensor) -> Shapes:
-        """Returns the keys of a parameter's state, and the whole shapes; None: a number."""
+        """Return the keys of a parameter's state, and the whole shapes; None: a number."""
         raise NotImplementedError
 
     def _described(self, each: Stepped) -> str:
@@ -47,24 +47,24 @@ class ShardedOptimizer(Optimizer):
         return f"{label_of(each.param)} of shape {tuple(each.param.shape)} placed as {placed}"
 
     def _require_fits(self, each: Stepped) -> None:
-        """Raises ``RuntimeError`` unless there is no state yet, or one that fits the parameter."""
+        """Raise ``RuntimeError`` unless there is no state yet, or one that fits the parameter."""
         raise NotImplementedError
 
     def _change(self, found: Sequence[Sequence[Stepped]]) -> None:
-        """Steps parameters, by group; all was checked, and all ranks have the same."""
+        """Step parameters, by group; all was checked, and all ranks have the same."""
         raise NotImplementedError
 
     def _loaded(
         self, group: Mapping[str, Any], param: torch.Tensor, state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns what becomes of the saved ``state`` of ``param``: as torch cast it, by itself."""
+        """Return what becomes of the saved ``state`` of ``param``: as torch cast it, by itself."""
         cast: dict[str, Any] = self.state[param]
         return cast
 
     # -- what all of them do ----------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters; options that it lacks are the optimizer's.
+        """Add a group of parameters; options that it lacks are the optimizer's.
 
         Raises:
             ValueError: if an option is out of its range, or a parameter does not fit it.
@@ -93,7 +93,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps all parameters that have a gradient; every rank of their meshes calls it.
+        """Step all parameters that have a gradient; every rank of their meshes calls it.
 
         Args:
             closure: computes the loss and its gradients again.
@@ -116,7 +116,7 @@ class ShardedOptimizer(Optimizer):
 
     @untraced
     def _found(self) -> list[list[Stepped]]:
-        """Returns the parameters that have a gradient, by group, once all ranks agree on them."""
+        """Return the parameters that have a gradient, by group, once all ranks agree on them."""
         found: list[list[Stepped]] = []
         error: RuntimeError | None = None
         first = 0

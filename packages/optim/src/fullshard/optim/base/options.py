@@ -20,7 +20,7 @@ __all__ = [
 
 
 def require_not_negative(group: Mapping[str, Any], *names: str) -> None:
-    """Raises ``ValueError`` unless each option is a number of at least 0."""
+    """Raise ``ValueError`` unless each option is a number of at least 0."""
     for name in names:
         value = group[name]
         if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -30,21 +30,21 @@ def require_not_negative(group: Mapping[str, Any], *names: str) -> None:
 
 
 def require_count(group: Mapping[str, Any], name: str, most: int) -> None:
-    """Raises ``ValueError`` unless the option is a whole number from 1 to ``most``."""
+    """Raise ``ValueError`` unless the option is a whole number from 1 to ``most``."""
     value = group[name]
     if not isinstance(value, int) or not 1 <= value <= most:
         raise ValueError(f"{name} is {value!r}; pass a whole number from 1 to {most}")
 
 
 def require_one_of(group: Mapping[str, Any], name: str, allowed: Collection[object]) -> None:
-    """Raises ``ValueError`` unless the option is one of ``allowed``."""
+    """Raise ``ValueError`` unless the option is one of ``allowed``."""
     if group[name] not in allowed:
         said = ", ".join(map(repr, allowed))
         raise ValueError(f"{name} is {group[name]!r}; pass one of {said}")
 
 
 def require_real(group: Mapping[str, Any], name: str) -> None:
-    """Raises ``ValueError`` unless all parameters are real; ``name``: the optimizer's."""
+    """Raise ``ValueError`` unless all parameters are real; ``name``: the optimizer's."""
     for param in group["params"]:
         if not param.is_floating_point():
             raise ValueError(
@@ -54,7 +54,7 @@ def require_real(group: Mapping[str, Any], name: str) -> None:
 
 
 def require_betas(group: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` unless both betas are at least 0 and below 1."""
+    """Raise ``ValueError`` unless both betas are at least 0 and below 1."""
     betas = group["betas"]
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas is {betas!r}; pass two numbers of at least 0 and below 1")

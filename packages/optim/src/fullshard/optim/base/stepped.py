@@ -55,7 +55,7 @@ class Stepped:
     place: int
 
     def like(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns zeros that are cut as the parameter, for its state; ``dtype``: None for its."""
+        """Return zeros that are cut as the parameter, for its state; ``dtype``: None for its."""
         data = torch.zeros_like(self.data, dtype=dtype, memory_format=torch.contiguous_format)
         if self.spec is None:
             return data
@@ -66,18 +66,18 @@ class Stepped:
         return make_dtensor(data, spec)
 
     def wide(self) -> torch.Tensor:
-        """Returns what a step is added to: ``data``, or a copy in fp32 of what is narrower."""
+        """Return what a step is added to: ``data``, or a copy in fp32 of what is narrower."""
         return self.data.float() if self.data.dtype.itemsize < 4 else self.data
 
     def write(self, wide: torch.Tensor) -> None:
-        """Rounds what ``wide()`` gave, once, to the parameter."""
+        """Round what ``wide()`` gave, once, to the parameter."""
         if wide is not self.data:
             self.data.copy_(wide)
 
     def part(
         self, key: str, shape: Sequence[int] | None = None, *, plain: bool = False
     ) -> torch.Tensor:
-        """Returns this rank's part of the state under ``key``.
+        """Return this rank's part of the state under ``key``.
 
         Args:
             key: of the state.
@@ -121,7 +121,7 @@ def _part(
 
 
 def described(tensor: Any) -> str:
-    """Returns what ``tensor`` is, in words: its shape, and how it is cut."""
+    """Return what ``tensor`` is, in words: its shape, and how it is cut."""
     if not isinstance(tensor, torch.Tensor):
         return repr(tensor)
     if isinstance(tensor, DTensor):
@@ -133,7 +133,7 @@ def described(tensor: Any) -> str:
 
 
 def stepped_in(optimizer: Optimizer, group: Mapping[str, Any], first: int) -> list[Stepped]:
-    """Returns those parameters of ``group`` that have a gradient, in order.
+    """Return those parameters of ``group`` that have a gradient, in order.
 
     Args:
         optimizer: whose group it is.

@@ -20,7 +20,7 @@ def owners_of(
     held: Sequence[Sequence[Box]],
     loads: list[int],
 ) -> list[int]:
-    """Returns which rank owns each matrix, and adds its cost to that rank's load.
+    """Return which rank owns each matrix, and add its cost to that rank's load.
 
     Args:
         matrices: the box of each in its parameter.

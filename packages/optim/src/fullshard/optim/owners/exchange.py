@@ -66,7 +66,7 @@ class _Route:
     def __init__(
         self, pieces: Mapping[tuple[int, int], list[_Piece]], ranks: Ranks, dtype: torch.dtype
     ) -> None:
-        """Plans it; ``pieces``: all, by the ranks that give and take them."""
+        """Plan it; ``pieces``: all, by the ranks that give and take them."""
         own = ranks.index
         others = {pair: each for pair, each in pieces.items() if pair[0] != pair[1]}
         self._kept = pieces.get((own, own), [])
@@ -81,7 +81,7 @@ class _Route:
     def launch(
         self, view: Callable[[_Piece], torch.Tensor], take: Callable[[_Values], None]
     ) -> Wait:
-        """Sends what goes to others.
+        """Send what goes to others.
 
         Args:
             view: returns the values of a piece, in any dtype.
@@ -107,7 +107,7 @@ def _numel(piece: _Piece) -> int:
 
 
 def _split(pieces: Mapping[int, list[_Piece]], memory: Mapping[int, torch.Tensor]) -> _Values:
-    """Returns pieces, by rank, each with its part of that rank's memory."""
+    """Return pieces, by rank, each with its part of that rank's memory."""
     found: _Values = []
     for rank, flat in memory.items():
         parts = flat.split(list(map(_numel, pieces[rank])))
@@ -126,7 +126,7 @@ class Batch:
     """
 
     def __init__(self, matrices: Sequence[Matrix], ranks: Ranks, dtype: torch.dtype) -> None:
-        """Plans both ways; a collective call, the first time for these ranks.
+        """Plan both ways; a collective call, the first time for these ranks.
 
         Args:
             matrices: equal, and in equal order, on all of ``ranks``.
@@ -141,7 +141,7 @@ class Batch:
         self._back = _Route(self._pieces_back(), ranks, dtype)
 
     def _pieces_there(self) -> dict[tuple[int, int], list[_Piece]]:
-        """Returns what each holder gives to each owner; see [Note: who sends]."""
+        """Return what each holder gives to each owner; see [Note: who sends]."""
         places = self.ranks.coordinates
         found: dict[tuple[int, int], list[_Piece]] = {}
         for owner, holder, piece in self._pieces():
@@ -151,14 +151,14 @@ class Batch:
         return found
 
     def _pieces_back(self) -> dict[tuple[int, int], list[_Piece]]:
-        """Returns what each owner gives to each holder."""
+        """Return what each owner gives to each holder."""
         found: dict[tuple[int, int], list[_Piece]] = {}
         for owner, holder, piece in self._pieces():
             found.setdefault((owner, holder), []).append(piece)
         return found
 
     def _pieces(self) -> Iterator[tuple[int, int, _Piece]]:
-        """Yields owner, holder and piece, in one order on all ranks."""
+        """Yield owner, holder and piece, in one order on all ranks."""
         for at, each in enumerate(self.matrices):
             for holder, held in enumerate(each.held):
                 box = each.box.overlap(held)
@@ -166,7 +166,7 @@ class Batch:
                     yield each.owner, holder, _Piece(at, box)
 
     def to_owners(self, parts: Mapping[int, torch.Tensor]) -> Travelling:
-        """Returns all matrices, on their way to their owners.
+        """Return all matrices, on their way to their owners.
 
         Args:
             parts: this rank's part of each parameter, in any dtype.
@@ -190,7 +190,7 @@ class Batch:
     def to_holders(
         self, results: Mapping[int, torch.Tensor], take: Callable[[Sequence[Arrived]], None]
     ) -> Wait:
-        """Sends the results of all owners to the ranks that hold their parts.
+        """Send the results of all owners to the ranks that hold their parts.
 
         Args:
             results: ``[rows, columns]`` for each matrix that this rank owns.
@@ -222,7 +222,7 @@ class Travelling:
     arrive: Wait
 
     def wait(self) -> dict[int, torch.Tensor]:
-        """Returns the matrices that this rank owns, ``[rows, columns]``, by their place."""
+        """Return the matrices that this rank owns, ``[rows, columns]``, by their place."""
         self.arrive()
         return {at: each.view(each.shape[-2:]) for at, each in self.whole.items()}
 
@@ -244,5 +244,5 @@ class Arrived:
     values: torch.Tensor
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
-        """Returns the same part of ``data``, this rank's shard."""
+        """Return the same part of ``data``, this rank's shard."""
         return self.box.of(data, self.held)

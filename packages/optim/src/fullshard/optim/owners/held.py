@@ -13,7 +13,7 @@ __all__ = ["held_by", "replicated_axes"]
 def held_by(
     spec: ShardingSpec | None, shape: Sequence[int], coordinates: Sequence[Sequence[int]]
 ) -> tuple[Box, ...]:
-    """Returns what the ranks at ``coordinates`` hold of a tensor; ``spec``: None: all of it."""
+    """Return what the ranks at ``coordinates`` hold of a tensor; ``spec``: None: all of it."""
     if spec is None:
         return (Box.whole(shape),)
     return tuple([box_at(spec, each) for each in coordinates])

@@ -46,7 +46,7 @@ class Laying:
     """The two ways of some tensors of the parameters of a batch, in fp32; both are collective."""
 
     def __init__(self, batch: Batch, tensors: Sequence[Laid]) -> None:
-        """Plans them.
+        """Plan them.
 
         Args:
             batch: who owns which matrix.
@@ -67,7 +67,7 @@ class Laying:
         )
 
     def to_owners(self, parts: Sequence[torch.Tensor]) -> Owned:
-        """Returns what this rank owns; ``parts``: what it holds of each tensor."""
+        """Return what this rank owns; ``parts``: what it holds of each tensor."""
         found: Owned = {}
         if parts:
             for at, part in self._batch.to_owners(dict(enumerate(parts))).wait().items():
@@ -76,7 +76,7 @@ class Laying:
         return found
 
     def to_holders(self, owned: Owned, parts: Sequence[torch.Tensor]) -> None:
-        """Writes what owners keep to ``parts``, what this rank holds of each tensor.
+        """Write what owners keep to ``parts``, what this rank holds of each tensor.
 
         Args:
             owned: contiguous, of as many elements as the part of each matrix.

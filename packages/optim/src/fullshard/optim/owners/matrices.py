@@ -19,7 +19,7 @@ Split = int | tuple[int, ...] | None
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Returns rows and columns of a matrix, which may have a dim of experts before."""
+    """Return rows and columns of a matrix, which may have a dim of experts before."""
     return shape[-2], shape[-1]
 
 
@@ -47,7 +47,7 @@ def split_sizes(length: int, split: Split, what: str) -> tuple[int, ...]:
 
 
 def matrices_of(shape: Sequence[int], split: Split, split_dim: int, what: str) -> list[Box]:
-    """Returns the box of each matrix in a parameter of ``shape`` ``[(experts,) rows, columns]``.
+    """Return the box of each matrix in a parameter of ``shape`` ``[(experts,) rows, columns]``.
 
     Args:
         shape: that of the whole parameter.
@@ -71,7 +71,7 @@ def matrices_of(shape: Sequence[int], split: Split, split_dim: int, what: str) -
 
 
 def require_matrices(group: Mapping[str, Any], name: str) -> None:
-    """Raises ``ValueError`` unless all parameters of ``group`` are matrices of real numbers.
+    """Raise ``ValueError`` unless all parameters of ``group`` are matrices of real numbers.
 
     Args:
         group: with ``params``, ``split`` and ``split_dim``.

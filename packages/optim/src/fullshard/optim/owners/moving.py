@@ -41,7 +41,7 @@ class ExchangeInFlight:
     name: str
 
     def wait(self) -> None:
-        """Returns once this rank has read what the others gave.
+        """Return once this rank has read what the others gave.
 
         Raises:
             PeerLostError: where ranks share memory, if one has ended or does not come in time.
@@ -61,7 +61,7 @@ class Exchange:
         process_group: dist.ProcessGroup,
         name: str,
     ) -> None:
-        """Plans it; a collective call, the first time for these ranks.
+        """Plan it; a collective call, the first time for these ranks.
 
         Args:
             numels: how many values go from one rank to another, by their ranks in the process
@@ -86,7 +86,7 @@ class Exchange:
         AutomaticTransport().chosen(process_group, device)
 
     def launch(self, write: Access, read: Access) -> ExchangeInFlight:
-        """Starts it: a collective call.
+        """Start it: a collective call.
 
         Args:
             write: gets memory for what this rank gives to each other one, and fills it at once.
@@ -136,13 +136,13 @@ class Exchange:
         return SeveralWorks((work,), partial(_arrived, sent, came, read))
 
     def _buffer(self, places: Mapping[int, slice]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Returns memory for these values end to end, and the part of each rank, in order."""
+        """Return memory for these values end to end, and the part of each rank, in order."""
         numels = list(map(_length, places.values()))
         whole = torch.empty(sum(numels), dtype=self._dtype, device=self._device)
         return whole, dict(zip(places, whole.split(numels), strict=True))
 
     def _sizes(self, parts: Mapping[int, torch.Tensor]) -> list[int]:
-        """Returns how many bytes go to or come from each rank."""
+        """Return how many bytes go to or come from each rank."""
         sizes = [0] * self._process_group.size()
         for rank, part in parts.items():
             sizes[rank] = part.nbytes
@@ -150,7 +150,7 @@ class Exchange:
 
 
 def _arrived(sent: torch.Tensor, came: Mapping[int, torch.Tensor], read: Access) -> None:
-    """Reads what came; ``sent`` was kept until now, as the collective read it."""
+    """Read what came; ``sent`` was kept until now, as the collective read it."""
     read(came)
 
 
@@ -161,7 +161,7 @@ def _length(place: slice) -> int:
 
 @contextmanager
 def _saying_where(name: str) -> Iterator[None]:
-    """Lets the error of a lost rank say in which exchange this one was."""
+    """Let the error of a lost rank say in which exchange this one was."""
     try:
         yield
     except PeerLostError as error:

@@ -35,12 +35,12 @@ class MatrixOptimizer(ShardedOptimizer):
     algorithm: ClassVar[str]
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        """Takes parameters, and options as each class documents them."""
+        """Take parameters, and options as each class documents them."""
         self._schedule: Schedule | None = None
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes a state over."""
+        """Take a state over."""
         super().__setstate__(state)
         self._schedule = None
 
@@ -52,25 +52,25 @@ class MatrixOptimizer(ShardedOptimizer):
     # -- the methods of each subclass -------------------------------------------------------------
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
-        """Raises ``ValueError`` unless the options of a group of matrices are allowed."""
+        """Raise ``ValueError`` unless the options of a group of matrices are allowed."""
         raise NotImplementedError
 
     def _shapes_of_matrix(self, group: Mapping[str, Any], param: torch.Tensor) -> Shapes:
-        """Returns the keys of the state of matrices, and the whole shapes; None: a number."""
+        """Return the keys of the state of matrices, and the whole shapes; None: a number."""
         raise NotImplementedError
 
     def _require_matrix_fits(self, each: Stepped) -> None:
-        """Raises ``RuntimeError`` unless matrices have no state yet, or one that fits."""
+        """Raise ``RuntimeError`` unless matrices have no state yet, or one that fits."""
         raise NotImplementedError
 
     def _job_of(self, each: Stepped) -> Job:
-        """Returns what is to be done with the matrices of a parameter."""
+        """Return what is to be done with the matrices of a parameter."""
         raise NotImplementedError
 
     def _step_matrices(
         self, matrices: Sequence[Stepped], rest: Sequence[Sequence[Stepped]]
     ) -> None:
-        """Steps all; ``rest``: by group, those of AdamW."""
+        """Step all; ``rest``: by group, those of AdamW."""
         raise NotImplementedError
 
     # -- what they share --------------------------------------------------------------------------
@@ -120,22 +120,22 @@ class MatrixWork:
     """The part of an optimizer that steps other parameters and applies the results of owners."""
 
     def __init__(self, matrices: Sequence[Stepped], rest: Sequence[Sequence[Stepped]]) -> None:
-        """Takes the parameters of a schedule, in order, and by group those of AdamW."""
+        """Take the parameters of a schedule, in order, and by group those of AdamW."""
         self._matrices = matrices
         self._rest = rest
 
     def add(self, each: Stepped, data: torch.Tensor, arrived: Sequence[Arrived]) -> None:
-        """Adds the results for a parameter to ``data``, this rank's part of it, fp32 or wider."""
+        """Add the results for a parameter to ``data``, this rank's part of it, fp32 or wider."""
         raise NotImplementedError
 
     def take(self, at: int, arrived: Sequence[Arrived]) -> None:
-        """Adds the results for parameter ``at``: in fp32 at least, and rounded once."""
+        """Add the results for parameter ``at``: in fp32 at least, and rounded once."""
         each = self._matrices[at]
         data = each.wide()
         self.add(each, data, arrived)
         each.write(data)
 
     def meanwhile(self) -> None:
-        """Steps the rest by AdamW."""
+        """Step the rest by AdamW."""
         for stepped in self._rest:
             step_adamw(stepped)

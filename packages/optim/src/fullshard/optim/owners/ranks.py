@@ -44,7 +44,7 @@ ALONE = Ranks(None, 0, ((),), None)
 
 
 def ranks_of(mesh: DeviceMesh) -> Ranks:
-    """Returns the ranks of ``mesh``; makes a process group where it has none of all its axes.
+    """Return the ranks of ``mesh``; makes a process group where it has none of all its axes.
 
     A collective call of those ranks then, the first time.
     """
@@ -63,7 +63,7 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Returns the process group of all ranks of ``mesh``, as ``ranks_of``; None if it is one."""
+    """Return the process group of all ranks of ``mesh``, as ``ranks_of``; None if it is one."""
     long = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     if len(long) < 2:
         return mesh.get_group(long[0]) if long else None
@@ -75,7 +75,7 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def _unravelled(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the coordinates of the element number ``index`` of a tensor of ``shape``."""
+    """Return the coordinates of the element number ``index`` of a tensor of ``shape``."""
     found = []
     for size in reversed(shape):
         index, at = divmod(index, size)

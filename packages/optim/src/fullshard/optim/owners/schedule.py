@@ -51,7 +51,7 @@ class Job:
     label: str = field(compare=False)
 
     def described(self) -> str:
-        """Returns all that ranks must agree on, in words."""
+        """Return all that ranks must agree on, in words."""
         placed = "" if self.spec is None else f" placed as {tuple(self.spec.placements)}"
         rule = "" if self.split is None else f", split into {self.split} along {self.split_dim}"
         return f"{self.label} of shape {self.shape}{placed}{rule}, {self.options}"
@@ -61,16 +61,16 @@ class Work(Protocol):
     """The work of an optimizer on its matrices; parameters by their number."""
 
     def give(self, at: int) -> torch.Tensor:
-        """Returns this rank's part of what parameter ``at`` sends to its owners."""
+        """Return this rank's part of what parameter ``at`` sends to its owners."""
 
     def compute(self, at: int, number: int, matrix: torch.Tensor) -> torch.Tensor:
-        """Returns the result for a matrix (``[rows, columns]``), number ``number`` of ``at``."""
+        """Return the result for a matrix (``[rows, columns]``), number ``number`` of ``at``."""
 
     def take(self, at: int, arrived: Sequence[Arrived]) -> None:
-        """Takes this rank's part of the results for parameter ``at``; it is gone afterwards."""
+        """Take this rank's part of the results for parameter ``at``; it is gone afterwards."""
 
     def meanwhile(self) -> None:
-        """Does what needs no exchange."""
+        """Do what needs no exchange."""
 
 
 class Schedule:
@@ -81,7 +81,7 @@ class Schedule:
     """
 
     def __init__(self, jobs: Sequence[Job], dtype: torch.dtype) -> None:
-        """Plans them.
+        """Plan them.
 
         Args:
             jobs: equal, and in equal order, on all ranks that hold parts of the parameters.
@@ -106,7 +106,7 @@ class Schedule:
         return self._jobs == list(jobs)
 
     def owned_shapes(self) -> list[tuple[int, int]]:
-        """Returns rows and columns of each matrix that this rank owns."""
+        """Return rows and columns of each matrix that this rank owns."""
         return [
             matrix_shape(batch.matrices[at].box.size)
             for batch in self.batches
@@ -114,7 +114,7 @@ class Schedule:
         ]
 
     def _parts(self, mine: Sequence[int]) -> Iterable[list[int]]:
-        """Yields the numbers of jobs that travel together, in order."""
+        """Yield the numbers of jobs that travel together, in order."""
         part: list[int] = []
         numel = 0
         for at in mine:
@@ -127,7 +127,7 @@ class Schedule:
             yield part
 
     def _matrices(self, part: Sequence[int], ranks: Ranks, loads: list[int]) -> list[Matrix]:
-        """Returns the matrices of jobs with their owners; adds to ``loads`` what these do."""
+        """Return the matrices of jobs with their owners; add to ``loads`` what these do."""
         boxes, numbers, costs = [], [], []
         held = {at: self._held(at, ranks) for at in part}
         for at in part:
@@ -148,7 +148,7 @@ class Schedule:
         return held_by(self._jobs[at].spec, self._jobs[at].shape, ranks.coordinates)
 
     def run(self, work: Work) -> None:
-        """Does one step; a collective call of all ranks."""
+        """Do one step; a collective call of all ranks."""
         travelling = self._send(0, work)
         work.meanwhile()
         returned: Wait | None = None

@@ -62,7 +62,7 @@ class Averages:
     """
 
     def __init__(self, batch: Sequence[Stepped]) -> None:
-        """Reads the state of a batch."""
+        """Read the state of a batch."""
         self.are_cut = is_cut(batch[0])
         self._batch = batch
         self._codes = [part_here(each, name) for name in MOMENTS for each in batch]
@@ -83,7 +83,7 @@ class Averages:
         self.values = dict(zip(MOMENTS, halves, strict=True))
 
     def write_scales(self) -> None:
-        """Writes the largest magnitude in this rank's part of each block to the state.
+        """Write the largest magnitude in this rank's part of each block to the state.
 
         Where rows are cut, other ranks' scales are 0 then.
         """
@@ -95,7 +95,7 @@ class Averages:
         _write(self._blocks.scales_of(self._numbers), self._scales)
 
     def write_codes(self) -> None:
-        """Writes the codes, by the scales that the state has. The averages are no more then."""
+        """Write the codes, by the scales that the state has. The averages are no more then."""
         if self._blocks is None:
             return
         self._blocks.divide(self._numbers, _joined(self._scales, self._blocks.count))
@@ -103,13 +103,13 @@ class Averages:
 
 
 def _joined(parts: Sequence[torch.Tensor], columns: int) -> torch.Tensor:
-    """Returns the parts of both averages one after another, ``[2, rows, columns]``."""
+    """Return the parts of both averages one after another, ``[2, rows, columns]``."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     return flat.view(2, flat.numel() // (2 * max(columns, 1)), columns)
 
 
 def _split(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the parts of what ``_joined`` gave, shaped as ``like``: views."""
+    """Return the parts of what ``_joined`` gave, shaped as ``like``: views."""
     parts = joined.view(-1).split([each.numel() for each in like])
     return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
 

@@ -16,12 +16,12 @@ SIZE = 256
 
 
 def count_in(columns: int) -> int:
-    """Returns how many blocks a row of ``columns`` elements has."""
+    """Return how many blocks a row of ``columns`` elements has."""
     return -(-columns // SIZE)
 
 
 def shortest_rows(low: int, high: int) -> tuple[int, int]:
-    """Returns the columns of the shortest rows that have the blocks of columns ``low`` to ``high``.
+    """Return the columns of the shortest rows that have the blocks of columns ``low`` to ``high``.
 
     If all blocks have one width, each may be a row of its own: rows of any length are alike so.
     """
@@ -38,13 +38,13 @@ class Blocks:
     """
 
     def __init__(self, low: int, high: int) -> None:
-        """Takes the first column, as counted in the whole row, and where they end."""
+        """Take the first column, as counted in the whole row, and where they end."""
         self._runs = runs_of(low, high, SIZE)
         self.columns = high - low
         self.count = sum(run.count for run in self._runs)
 
     def scales_of(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Returns the largest magnitude in these columns of each block, fp32."""
+        """Return the largest magnitude in these columns of each block, fp32."""
         shape = (*numbers.shape[:-1], self.count)
         scales = torch.zeros(shape, dtype=torch.float32, device=numbers.device)
         for run in self._runs:
@@ -52,12 +52,12 @@ class Blocks:
         return scales
 
     def divide(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
-        """Divides ``numbers`` by the scales of their blocks; those of a block of zeros, by 1."""
+        """Divide ``numbers`` by the scales of their blocks; those of a block of zeros, by 1."""
         scales = torch.where(scales > 0, scales, 1.0)
         for run in self._runs:
             run.of(numbers).div_(run.scales(scales).unsqueeze(-1))
 
     def multiply(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
-        """Multiplies ``numbers`` by the scales of their blocks."""
+        """Multiply ``numbers`` by the scales of their blocks."""
         for run in self._runs:
             run.of(numbers).mul_(run.scales(scales).unsqueeze(-1))

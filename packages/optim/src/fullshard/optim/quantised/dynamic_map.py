@@ -39,7 +39,7 @@ it would make anew each time, since the compiler traces through that."""
 
 
 def tables_on(device: torch.device) -> Tables:
-    """Returns the dynamic maps on ``device``, made at the first call."""
+    """Return the dynamic maps on ``device``, made at the first call."""
     found = _TABLES.get(device)
     if found is None:
         values = torch.stack([_values(signed) for signed in (True, False)])
@@ -78,7 +78,7 @@ def encoded(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def decoded(codes: torch.Tensor) -> torch.Tensor:
-    """Returns the value of each of ``codes``, fp32; see ``encoded``."""
+    """Return the value of each of ``codes``, fp32; see ``encoded``."""
     return _looked_up(tables_on(codes.device).values, codes.to(torch.int32))
 
 

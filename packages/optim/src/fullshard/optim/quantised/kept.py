@@ -41,12 +41,12 @@ def is_quantised(shape: Sequence[int]) -> bool:
 
 
 def scale_name(moment: str) -> str:
-    """Returns the key of an average's scales."""
+    """Return the key of an average's scales."""
     return f"{moment}_scale"
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shape of the scales of a parameter of ``shape``."""
+    """Return the shape of the scales of a parameter of ``shape``."""
     return (*shape[:-1], count_in(shape[-1]))
 
 
@@ -63,7 +63,7 @@ def is_cut(each: Stepped) -> bool:
 
 
 def columns_of(each: Stepped) -> tuple[int, int]:
-    """Returns which columns of the whole rows this rank has: the first, and where they end."""
+    """Return which columns of the whole rows this rank has: the first, and where they end."""
     if each.spec is None or not is_cut(each):
         return 0, each.param.shape[-1]
     held = box_here(each.spec)
@@ -71,7 +71,7 @@ def columns_of(each: Stepped) -> tuple[int, int]:
 
 
 def part_here(each: Stepped, key: str) -> torch.Tensor:
-    """Returns this rank's part of a state that was checked."""
+    """Return this rank's part of a state that was checked."""
     value = each.state[key]
     return local_shard(value) if isinstance(value, DTensor) else value
 

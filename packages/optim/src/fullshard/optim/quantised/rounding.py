@@ -18,7 +18,7 @@ __all__ = ["places_in", "rounded_to_bf16"]
 
 
 def places_in(shape: torch.Size, held: Box, device: torch.device) -> torch.Tensor:
-    """Returns the place of each element of a shard in the whole parameter, flattened; int64."""
+    """Return the place of each element of a shard in the whole parameter, flattened; int64."""
     places = torch.zeros((), dtype=torch.int64, device=device)
     for dim, (start, stop) in enumerate(zip(held.start, held.stop, strict=True)):
         stride = math.prod(shape[dim + 1 :])
@@ -28,7 +28,7 @@ def places_in(shape: torch.Size, held: Box, device: torch.device) -> torch.Tenso
 
 
 def rounded_to_bf16(numbers: torch.Tensor, places: torch.Tensor, *keys: int) -> torch.Tensor:
-    """Returns fp32 ``numbers`` as bf16, up or down with odds by the distance, so right on average.
+    """Return fp32 ``numbers`` as bf16, up or down with odds by the distance, so right on average.
 
     Args:
         numbers: any; infinities and NaN stay unchanged.

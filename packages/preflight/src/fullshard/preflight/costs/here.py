@@ -66,7 +66,7 @@ class Here:
     cache: str | Path | None = None
 
     def __post_init__(self) -> None:
-        """Checks the numbers.
+        """Check the numbers.
 
         Raises:
             ValueError: if one is below 1.
@@ -155,7 +155,7 @@ class MeasuredCosts:
         parameters: int,
         allocations: Allocations,
     ) -> None:
-        """Measures what is not known yet.
+        """Measure what is not known yet.
 
         Args:
             kernels: the operations of a step.

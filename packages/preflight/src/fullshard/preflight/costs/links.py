@@ -59,7 +59,7 @@ class Links:
         )
 
     def save(self, path: str | Path) -> None:
-        """Writes the table as JSON."""
+        """Write the table as JSON."""
         rows = {
             name: {size: [m.seconds, m.beside, m.stolen] for size, m in sizes.items()}
             for name, sizes in self.table.items()
@@ -68,7 +68,7 @@ class Links:
 
     @classmethod
     def load(cls, path: str | Path) -> Links:
-        """Reads what ``save`` wrote.
+        """Read what ``save`` wrote.
 
         Raises:
             ValueError: if the file has other content.
@@ -93,7 +93,7 @@ def measure_links(
     sizes: Sequence[int] = SIZES,
     timeout: timedelta = timedelta(seconds=60),
 ) -> Links:
-    """Returns what collectives take in a process group; every rank calls it, and gets the same.
+    """Return what collectives take in a process group; every rank calls it, and gets the same.
 
     For the plan of a run whose ranks are on several hosts: measure there, ``save()`` the result,
     and plan with ``device=Here(links=Links.load(path))``. For each size, 11 collectives run while

@@ -37,7 +37,7 @@ class Memo:
     """
 
     def __init__(self, path: Path | None, setting: str) -> None:
-        """Reads the file, if it is there."""
+        """Read the file, if it is there."""
         self._path, self._setting = path, setting
         self._figures = dict(_read(path).get(setting, {}))
 
@@ -50,7 +50,7 @@ class Memo:
         return self._figures[key]
 
     def add(self, figures: Mapping[str, Figures]) -> None:
-        """Keeps what was measured."""
+        """Keep what was measured."""
         self._figures.update(figures)
         if self._path is not None:
             settings = {**_read(self._path), self._setting: self._figures}

@@ -38,11 +38,11 @@ class Allocations:
     step: list[tuple[int, int]] = field(default_factory=list)
 
     def changed(self, number: int, nbytes: int) -> None:
-        """Notes what a storage has from now on; 0: it was freed."""
+        """Note what a storage has from now on; 0: it was freed."""
         self.step.append((number, nbytes))
 
     def restart(self) -> None:
-        """Begins a step."""
+        """Begin a step."""
         self.before += self.step
         self.step = []
 
@@ -76,7 +76,7 @@ class _Memory:
         self._held: dict[int, torch.Tensor] = {}
 
     def follow(self, changes: Iterable[tuple[int, int]]) -> None:
-        """Frees and allocates in this order."""
+        """Free and allocate in this order."""
         for number, nbytes in changes:
             self._held.pop(number, None)
             if nbytes:
@@ -89,7 +89,7 @@ class _Memory:
         return {number: made.numel() for number, made in self._held.items()}
 
     def restore(self, sizes: dict[int, int]) -> None:
-        """Frees and allocates what differs from these sizes, so that a step can follow again."""
+        """Free and allocate what differs from these sizes, so that a step can follow again."""
         now = self.sizes()
         self.follow((number, 0) for number in now.keys() - sizes.keys())
         self.follow(each for each in sizes.items() if now.get(each[0]) != each[1])

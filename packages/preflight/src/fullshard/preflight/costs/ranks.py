@@ -105,7 +105,7 @@ class Times:
 
 
 def measure_together(job: Job) -> Times:
-    """Starts the ranks of a job, and returns what they measured.
+    """Start the ranks of a job, and return what they measured.
 
     Raises:
         RuntimeError: if a rank fails; the message has the end of what it wrote.
@@ -154,7 +154,7 @@ def _started(
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Returns when all have ended well; checks each in turn, so that a failure is seen early.
+    """Return when all have ended well; check each in turn, so that a failure is seen early.
 
     Raises:
         RuntimeError: if one has not.

@@ -56,7 +56,7 @@ class Caches:
         self._tiny = torch.zeros(1)
 
     def arrange(self, touches: Sequence[tuple[int, Callable[[], object]]]) -> None:
-        """Touches what is to be so many bytes away, and other memory between: farthest first."""
+        """Touch what is to be so many bytes away, and other memory between: farthest first."""
         distances = sorted({distance for distance, _ in touches}, reverse=True)
         for distance, following in pairwise([*distances, 0]):
             for other, touch in touches:
@@ -66,7 +66,7 @@ class Caches:
         self._tiny.add(self._tiny)  # the interpreter is not what was touched long ago
 
     def touch(self, nbytes: int) -> None:
-        """Reads and writes so many bytes, half of them each."""
+        """Read and write so many bytes, half of them each."""
         half = min(nbytes, _LARGEST) // 8
         if half:
             self._memory[:half].copy_(self._memory[half : 2 * half])
@@ -81,7 +81,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _touch_new(sizes: Sequence[int]) -> None:
-    """Touches memory that is free then, and the first to be given out again."""
+    """Touch memory that is free then, and the first to be given out again."""
     held = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     del held
 
@@ -175,7 +175,7 @@ class _Products:
         self._matrix = torch.rand(_SIDE, _SIDE)
 
     def compute(self, until: float) -> int:
-        """Computes until a moment of the clock; returns how many products."""
+        """Compute until a moment of the clock; return how many products."""
         count = 0
         while time.perf_counter() < until:
             torch.mm(self._matrix, self._matrix)
@@ -213,7 +213,7 @@ def time_collective(name: str, nbytes: int, group: dist.ProcessGroup, caches: Ca
 
 
 def _meet_from_far(group: dist.ProcessGroup, caches: Caches) -> None:
-    """Touches other memory, then waits for all ranks."""
+    """Touch other memory, then wait for all ranks."""
     caches.touch(_LARGEST)
     dist.all_reduce(torch.zeros(1), group=group)
 

@@ -49,7 +49,7 @@ class Choice:
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
-        """Checks the numbers.
+        """Check the numbers.
 
         Raises:
             ValueError: if one is too small.
@@ -118,7 +118,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute_units(units: Sequence[nn.Module]) -> None:
-    """Makes each unit drop its activations in forward and compute them again in backward."""
+    """Make each unit drop its activations in forward and compute them again in backward."""
     for unit in units:
         unit.forward = partial(_recomputed, unit.forward)
 

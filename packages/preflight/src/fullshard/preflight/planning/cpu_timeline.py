@@ -108,7 +108,7 @@ class _Clock:
         return min(ends, default=inf)
 
     def _pass(self, seconds: float, *, computing: bool) -> None:
-        """Lets time pass, no more than to the next end of a collective."""
+        """Let time pass, no more than to the next end of a collective."""
         self.now += seconds
         for queue in self._queues.values():
             if not queue:
@@ -136,7 +136,7 @@ class _Clock:
         return start
 
     def launch(self, stream: int, number: int, moved: Moved) -> _Flight:
-        """Launches a collective, which begins when those before it on its stream are over."""
+        """Launch a collective, which begins when those before it on its stream are over."""
         flight = self._flights[stream, number] = _Flight(moved)
         queue = self._queues.setdefault(stream, [])
         queue.append(flight)
@@ -153,7 +153,7 @@ class _Clock:
 def replay_on_cpu(
     records: Sequence[Record], streams: Mapping[int, str], costs: CPUCosts
 ) -> Timeline:
-    """Puts what a step launched in time on a CPU."""
+    """Put what a step launched in time on a CPU."""
     clock, flops = _Clock(costs), 0
     spans: list[Span | tuple[Launch, _Flight]] = []
     sent: dict[Axis, Traffic] = {}

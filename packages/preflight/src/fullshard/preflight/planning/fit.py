@@ -62,7 +62,7 @@ def fit(
     units: Callable[[nn.Module], Iterable[nn.Module]] = blocks_of,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
 ) -> Fit:
-    """Returns the choice that fits the budget and takes the least time.
+    """Return the choice that fits the budget and takes the least time.
 
     A device without a description gives no times, so the first choice that fits is returned:
     give those with least to do first.
@@ -127,7 +127,7 @@ def fit(
 
 
 def _check_shards(found: Plan, budget: int, choices: Sequence[Choice]) -> None:
-    """Raises if what every choice has to keep is beyond the budget."""
+    """Raise if what every choice has to keep is beyond the budget."""
     kept = found.categories[Category.SHARDS] + found.categories[Category.OPTIMIZER_STATE]
     if kept > budget and not any(each.offload for each in choices):
         raise BudgetError(

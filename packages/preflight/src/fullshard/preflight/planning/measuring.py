@@ -40,7 +40,7 @@ class Measuring:
     """
 
     def __init__(self, here: Here, sizes: tuple[int, ...], places: Places) -> None:
-        """Measures nothing yet."""
+        """Measure nothing yet."""
         self.recorder = Recorder(places, Calls().kernel_of)
         self._costs = measured_costs(here, sizes)
         self._groups: set[str] = set()
@@ -56,13 +56,13 @@ class Measuring:
             yield
 
     def on_event(self, event: Event) -> None:
-        """Records the engine's own time for each gather."""
+        """Record the engine's own time for each gather."""
         if event.kind is EventKind.UNSHARD:
             self._groups.add(event.name)
             self.recorder.worked(Kernel(UNSHARD, 0, 0, torch.float32))
 
     def timeline(self, parameters: int) -> Timeline:
-        """Measures what was recorded, and puts it in time.
+        """Measure what was recorded, and put it in time.
 
         Args:
             parameters: how many tensors the model has as parameters.

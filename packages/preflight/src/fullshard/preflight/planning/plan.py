@@ -59,7 +59,7 @@ def plan(
     micro_batches: int = 1,
     device: str | Device | Here | None = None,
 ) -> Plan:
-    """Returns what a rank's memory and time will be, without the rank.
+    """Return what a rank's memory and time will be, without the rank.
 
     The real engine runs as rank 0 of the world, on tensors with shapes but without data, and with a
     process group that moves nothing: two steps, of which the second counts. Peak memory is the
@@ -212,7 +212,7 @@ def _shard(shard: Callable[..., object], model: nn.Module, mesh: DeviceMesh) -> 
 
 
 def _materialise(model: nn.Module) -> None:
-    """Gives what is on the meta device memory, as a user's initialisation does."""
+    """Give what is on the meta device memory, as a user's initialisation does."""
     if any(each.is_meta for each in (*model.parameters(), *model.buffers())):
         model.to_empty(device="cpu")
 

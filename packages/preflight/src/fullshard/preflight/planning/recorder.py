@@ -124,7 +124,7 @@ class _Machine(Machine):
         self._records = records
 
     def host_waits(self, clock: Clock) -> None:
-        """Makes the host wait for all that a clock knows."""
+        """Make the host wait for all that a clock knows."""
         self._records.append(HostWait(dict(clock)))
         super().host_waits(clock)
 
@@ -178,7 +178,7 @@ class Recorder:
             yield
 
     def restart(self) -> None:
-        """Forgets what was recorded."""
+        """Forget what was recorded."""
         self.records.clear()
         self.allocations.restart()
 

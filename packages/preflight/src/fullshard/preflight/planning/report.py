@@ -81,7 +81,7 @@ class Plan:
         return "x".join(map(str, self.mesh))
 
     def draw(self, path: str | Path, *, budget: int | None = None) -> None:
-        """Writes a picture: memory over a step, what the peak is made of, and each stream in time.
+        """Write a picture: memory over a step, what the peak is made of, and each stream in time.
 
         Args:
             path: where to; its suffix sets the format, such as ``.png`` or ``.svg``.

@@ -157,7 +157,7 @@ class Timeline:
         return tuple(sorted({each.name for each in kernels if each.by_bytes_alone}))
 
     def save(self, path: str | Path) -> None:
-        """Writes a Chrome trace with a row for each stream, which Perfetto opens."""
+        """Write a Chrome trace with a row for each stream, which Perfetto opens."""
         events: list[dict[str, object]] = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": name}}
             for number, name in self.streams.items()
@@ -187,7 +187,7 @@ class Timeline:
 
 
 def replay(records: Iterable[Record], streams: Mapping[int, str], costs: Costs) -> Timeline:
-    """Puts what a step launched in time."""
+    """Put what a step launched in time."""
     clock = _Clock(costs, streams)
     for record in records:
         clock.take(record)
@@ -210,7 +210,7 @@ class _Clock:
         self._copies: dict[str, Traffic] = {}
 
     def take(self, record: Record) -> None:
-        """Puts the next record in time."""
+        """Put the next record in time."""
         over = max((self._ends.get(each, 0.0) for each in record.after.items()), default=0.0)
         if isinstance(record, HostWait):
             self._host = max(self._host, over)
@@ -282,7 +282,7 @@ _Key = TypeVar("_Key")
 
 
 def count_traffic(sent: dict[_Key, Traffic], key: _Key, more: Traffic) -> None:
-    """Adds to what was sent by a key, such as an axis."""
+    """Add to what was sent by a key, such as an axis."""
     before = sent.get(key, Traffic(more.link, 0.0, 0))
     sent[key] = Traffic(more.link, before.nbytes + more.nbytes, before.messages + more.messages)
 

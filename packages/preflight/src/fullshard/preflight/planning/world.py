@@ -26,7 +26,7 @@ _NAMES = {1: ("shard",), 2: ("replicate", "shard")}
 
 
 def check_mesh(mesh: object) -> tuple[int, ...]:
-    """Returns the sizes of a mesh's axes, after checking them.
+    """Return the sizes of a mesh's axes, after checking them.
 
     Raises:
         TypeError: if it is neither a number of ranks nor a pair of numbers.
@@ -47,7 +47,7 @@ def check_mesh(mesh: object) -> tuple[int, ...]:
 
 
 def axes_of(mesh: object) -> dict[str, int]:
-    """Returns the sizes of a mesh's axes by their names, after checking them.
+    """Return the sizes of a mesh's axes by their names, after checking them.
 
     Raises:
         TypeError: if it is neither a number of ranks, nor a pair of numbers, nor a mapping from
@@ -93,7 +93,7 @@ def _plain() -> Iterator[None]:
 
 @contextmanager
 def lonely_world(axes: Mapping[str, int]) -> Iterator[DeviceMesh]:
-    """Makes this process rank 0 of a world whose other ranks are not there; gives its mesh.
+    """Make this process rank 0 of a world whose other ranks are not there; give its mesh.
 
     Inside the ``with`` block tensors have no data, and collectives move nothing.
 

@@ -123,7 +123,7 @@ class SimulatedWork(dist.Work):
         return asked and self._done.query()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Makes the current stream wait, and lets go of the tensors."""
+        """Make the current stream wait, and let go of the tensors."""
         self._done.wait()
         self._kept = ()
         return True

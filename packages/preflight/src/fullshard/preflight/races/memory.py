@@ -136,7 +136,7 @@ class Memory:
         self._entries[address] = _Entry(weakref.ref(storage, gone), block)
 
     def keep_on_host(self, tensor: torch.Tensor) -> None:
-        """Notes that a tensor's memory is the host's."""
+        """Note that a tensor's memory is the host's."""
         block = self.meet(tensor, None)
         block.owner, block.made = self._machine.host, None
 
@@ -148,7 +148,7 @@ class Memory:
     # -- allocating and freeing -------------------------------------------------------------------
 
     def resized(self, storage: torch.UntypedStorage, before: int) -> None:
-        """Follows a storage that got memory of another size, on the current stream."""
+        """Follow a storage that got memory of another size, on the current stream."""
         self.settle()
         block, nbytes = self.find(storage), storage.nbytes()
         before = before if block is None else block.nbytes
@@ -169,7 +169,7 @@ class Memory:
             self._reuse(made)
 
     def settle(self) -> None:
-        """Looks at the memory that went since this was called last."""
+        """Look at the memory that went since this was called last."""
         while self._gone:
             self._freed(*self._gone.popleft())
 
@@ -186,7 +186,7 @@ class Memory:
             self._pools.setdefault(owner.number, []).append(_Freed(name, use, writes, freed))
 
     def _reuse(self, made: Operation) -> None:
-        """Looks whether what an operation allocates may be memory that others still use."""
+        """Look whether what an operation allocates may be memory that others still use."""
         for each in self._pools.pop(made.actor.number, ()):
             if not made.actor.is_after(each.use.actor.number, each.use.time):
                 self._found(
@@ -203,7 +203,7 @@ class Memory:
         self._found(Kind.GONE, name, (freed, True), (operation, writes))
 
     def use(self, tensor: torch.Tensor, operation: Operation, *, writes: bool) -> Block:
-        """Follows an operation that reads or writes a tensor."""
+        """Follow an operation that reads or writes a tensor."""
         block = self.meet(tensor, None)
         if tensor.numel() == 0:
             return block

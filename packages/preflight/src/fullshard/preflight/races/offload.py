@@ -21,17 +21,17 @@ class SimulatedOffloadPolicy(CPUOffloadPolicy):
     """``CPUOffloadPolicy`` for programs whose races are watched: shards live on the host."""
 
     def store(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns ``shard`` as memory of the host, which works without streams."""
+        """Return ``shard`` as memory of the host, which works without streams."""
         if not self.parameters:
             return shard
         return keep_on_host(shard)
 
     def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns a copy of ``shard`` on the device, made on the current stream."""
+        """Return a copy of ``shard`` on the device, made on the current stream."""
         return torch.empty_like(shard).copy_(shard, non_blocking=True) if self.parameters else shard
 
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of ``gradient`` on the host, on its way there."""
+        """Return a copy of ``gradient`` on the host, on its way there."""
         if not self.parameters:
             return gradient
         return keep_on_host(torch.empty_like(gradient)).copy_(gradient, non_blocking=True)

@@ -115,7 +115,7 @@ class RaceReport:
         return not self.races and not self.doubt
 
     def raise_if_any(self) -> None:
-        """Returns if there are no races, and what was watched would have shown some.
+        """Return if there are no races, and what was watched would have shown some.
 
         Raises:
             RaceError: with all of them, or with the doubt.

@@ -49,7 +49,7 @@ class Watch(DispatchMode):
         self._travels = ""
 
     def on_event(self, event: Event) -> None:
-        """Remembers whose collective is launched now."""
+        """Remember whose collective is launched now."""
         self.launched += event.kind in _LAUNCHED
         if event.kind in _LAUNCHED or event.kind is EventKind.COPY_IN:
             self._travels = f"buffer of {event.kind.value} of {event.name or 'no name'}"
@@ -57,7 +57,7 @@ class Watch(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Runs the operation, and follows it."""
+        """Run the operation, and follow it."""
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor first: its local operations come back here
         kwargs = kwargs or {}
@@ -139,7 +139,7 @@ class Watch(DispatchMode):
         return Operation(name, actor, machine.begin(actor), here(), autograd)
 
     def read_by_host(self, tensor: torch.Tensor) -> None:
-        """Follows the host reading a tensor, for which it waits for the current stream."""
+        """Follow the host reading a tensor, for which it waits for the current stream."""
         stream = self.machine.current()
         self._require_memory("read by the host", stream, [(tensor, False)])
         self.memory.use(tensor, self._begin("read by the host", stream), writes=False)

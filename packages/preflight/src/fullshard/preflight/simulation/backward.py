@@ -70,7 +70,7 @@ class GraphStreams:
         return self.part is None and backward_node() is None
 
     def follow(self, caller: Callable[[], _Stream]) -> tuple[int, int] | None:
-        """Looks which node runs now, and orders streams as autograd does; returns its key.
+        """Look which node runs now, and orders streams as autograd does; return its key.
 
         Args:
             caller: returns the stream on which the backward was called.

@@ -28,7 +28,7 @@ class HostMemory(Protocol):
         ...
 
     def keep_on_host(self, tensor: torch.Tensor) -> None:
-        """Notes that a tensor's memory is the host's."""
+        """Note that a tensor's memory is the host's."""
         ...
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:

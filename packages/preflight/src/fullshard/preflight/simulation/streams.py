@@ -22,7 +22,7 @@ Clock = dict[int, int]
 
 
 def join(into: Clock, other: Clock) -> None:
-    """Adds to ``into`` what ``other`` knows."""
+    """Add to ``into`` what ``other`` knows."""
     for number, time in other.items():
         if time > into.get(number, 0):
             into[number] = time
@@ -65,16 +65,16 @@ class SimulatedEvent:
         self.clock: Clock | None = None  # never recorded: nothing to wait for
 
     def record(self, stream: SimulatedStream | None = None) -> None:
-        """Moves it to the present end of ``stream``; of the current one if None."""
+        """Move it to the present end of ``stream``; of the current one if None."""
         self._machine.before()
         self.clock = dict((self._machine.current() if stream is None else stream).clock)
 
     def wait(self, stream: SimulatedStream | None = None) -> None:
-        """Makes ``stream`` wait, the current one if None."""
+        """Make ``stream`` wait, the current one if None."""
         (self._machine.current() if stream is None else stream).wait_event(self)
 
     def synchronize(self) -> None:
-        """Makes the host wait."""
+        """Make the host wait."""
         self._machine.host_waits(self.clock or {})
 
     def query(self) -> bool:
@@ -92,12 +92,12 @@ class SimulatedStream(Actor):
         self._entered: list[Any] = []
 
     def wait_event(self, event: Any) -> None:
-        """Lets work queued from now on run after ``event``."""
+        """Let work queued from now on run after ``event``."""
         self._machine.before()
         join(self.clock, event.clock or {})
 
     def wait_stream(self, stream: SimulatedStream) -> None:
-        """Lets work queued from now on run after all that ``stream`` holds now."""
+        """Let work queued from now on run after all that ``stream`` holds now."""
         self._machine.before()
         join(self.clock, stream.clock)
 
@@ -108,7 +108,7 @@ class SimulatedStream(Actor):
         return event
 
     def synchronize(self) -> None:
-        """Makes the host wait until the queue is empty."""
+        """Make the host wait until the queue is empty."""
         self._machine.host_waits(self.clock)
 
     def query(self) -> bool:
@@ -193,7 +193,7 @@ class Machine:
             self.graph.switched(before)
 
     def host_waits(self, clock: Clock) -> None:
-        """Makes the host wait for all that a clock knows."""
+        """Make the host wait for all that a clock knows."""
         self.before()
         join(self.host.clock, clock)
 

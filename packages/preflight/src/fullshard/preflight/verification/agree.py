@@ -25,21 +25,21 @@ _parts = count()  # all ranks pass equal parts in one order
 
 
 def everyones(value: Any) -> list[Any]:
-    """Returns what each rank passed, by rank."""
+    """Return what each rank passed, by rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
 def from_first(value: _T, rank: int = 0) -> _T:
-    """Returns what rank 0 passed, or ``rank``."""
+    """Return what rank 0 passed, or ``rank``."""
     box = [value]
     dist.broadcast_object_list(box, src=rank)
     return box[0]
 
 
 def together(run: Callable[[], _T]) -> _T:
-    """Returns ``run()``, in which no rank may communicate.
+    """Return ``run()``, in which no rank may communicate.
 
     Raises:
         Exception: what ``run`` raised here; or a ``RuntimeError`` that names the rank where it did.
@@ -55,7 +55,7 @@ def together(run: Callable[[], _T]) -> _T:
 
 
 def jointly(run: Callable[[], _T]) -> _T:
-    """Returns ``run()``, in which ranks may communicate with each other.
+    """Return ``run()``, in which ranks may communicate with each other.
 
     The ranks report through the store how they ended, without a collective: a rank that raised may
     have left one that others are in. The failed rank waits a while for the others, and then raises
@@ -95,7 +95,7 @@ def _stopped(rank: int, text: str) -> str:
 
 
 def _raise_any(failure: Exception | None) -> None:
-    """Raises this rank's failure, or that another had one."""
+    """Raise this rank's failure, or that another had one."""
     said = everyones(None if failure is None else _text(failure))
     if failure is not None:
         raise failure
@@ -117,7 +117,7 @@ class Alone(DispatchMode):
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation.
+        """Run the operation.
 
         Raises:
             RuntimeError: if it is a collective.
@@ -144,18 +144,18 @@ class _Part:
         )
 
     def end(self) -> None:
-        """Writes that this rank ended."""
+        """Write that this rank ended."""
         if self._store.add(self._ended, 1) == self._world:
             self._store.set(self._all, "")
 
     def fail(self, text: str) -> None:
-        """Writes that this rank ended with an error."""
+        """Write that this rank ended with an error."""
         if self._store.add(self._failed, 1) == 1:
             self._store.set(self._first, f"{self._rank} {text}")
         self.end()
 
     def failure(self) -> tuple[int, str] | None:
-        """Returns which rank was the first with an error, and its text; None if none was."""
+        """Return which rank was the first with an error, and its text; None if none was."""
         if not self._store.check([self._failed]):
             return None
         told = self._store.get(self._first).decode()  # which waits until it is set
@@ -163,7 +163,7 @@ class _Part:
         return int(rank), text
 
     def wait_for_all(self, patience: float | None = None) -> None:
-        """Waits for all ranks to end, ``patience`` seconds; None: or until one has an error."""
+        """Wait for all ranks to end, ``patience`` seconds; None: or until one has an error."""
         end = math.inf if patience is None else time.monotonic() + patience
         pause = 1e-4
         while not self._store.check([self._all]) and time.monotonic() < end:

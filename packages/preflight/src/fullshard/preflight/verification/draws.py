@@ -47,7 +47,7 @@ class Draws:
     """The generators of the sharded run, and a second state of them for the reference."""
 
     def __init__(self, device: torch.device, seed: int = 0) -> None:
-        """Changes nothing yet; ``device`` is where the models compute."""
+        """Change nothing yet; ``device`` is where the models compute."""
         self._start = seed
         self._card = None if device.type == "cpu" else torch.get_device_module(device)
         self._device = device
@@ -59,7 +59,7 @@ class Draws:
         self._aside = self.state()
 
     def state(self) -> State:
-        """Returns where the generators are."""
+        """Return where the generators are."""
         numpy = sys.modules.get("numpy")
         return State(
             cpu=torch.get_rng_state(),
@@ -69,7 +69,7 @@ class Draws:
         )
 
     def restore(self, state: State) -> None:
-        """Sets the generators back to ``state``."""
+        """Set the generators back to ``state``."""
         torch.set_rng_state(state.cpu)
         random.setstate(state.python)
         if state.numpy is not None:

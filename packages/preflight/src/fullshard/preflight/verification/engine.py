@@ -64,7 +64,7 @@ _STEPS_ALONE = (
 
 
 def run(program: Program, stretch: float, look: Look) -> Outcome:
-    """Trains both ways for ``program.steps`` steps, or to the first that differs; same everywhere.
+    """Train both ways for ``program.steps`` steps, or to the first that differs; same everywhere.
 
     Raises:
         Exception: what the user's functions raise; other ranks raise a ``RuntimeError`` about it.
@@ -189,7 +189,7 @@ class _Runs:
         return loss.item(), trace
 
     def _train_reference(self, step: int, batches: list[Any]) -> list[tuple[float, Trace]]:
-        """Returns the loss and the trace of each rank's batch; on rank 0, as others have none."""
+        """Return the loss and the trace of each rank's batch; on rank 0, as others have none."""
         model = self._reference
         if model is None:
             return []

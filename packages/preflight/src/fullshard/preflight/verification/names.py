@@ -11,15 +11,15 @@ WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "
 
 
 def clean(name: str) -> str:
-    """Returns ``name`` without what FSDP1, checkpoint wrappers and ``torch.compile`` add."""
+    """Return ``name`` without what FSDP1, checkpoint wrappers and ``torch.compile`` add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def own_names(model: nn.Module) -> nn.Module:
-    """Returns the module whose names count: ``model``, or what DDP has as its ``module``."""
+    """Return the module whose names count: ``model``, or what DDP has as its ``module``."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def module_of(name: str) -> str:
-    """Returns the name of the module that holds the parameter or buffer ``name``."""
+    """Return the name of the module that holds the parameter or buffer ``name``."""
     return name.rpartition(".")[0]

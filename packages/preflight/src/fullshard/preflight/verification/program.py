@@ -84,7 +84,7 @@ class Program:
     by_rank: bool = False
 
     def __post_init__(self) -> None:
-        """Checks what can be checked without a run."""
+        """Check what can be checked without a run."""
         for name in ("build_model", "shard", "loss", "optimizer"):
             if not callable(getattr(self, name)):
                 given = type(getattr(self, name)).__name__
@@ -102,7 +102,7 @@ class Program:
             raise ValueError(f"steps is {self.steps}; pass 1 or more")
 
     def built(self) -> nn.Module:
-        """Returns the unsharded model, from the program's seed."""
+        """Return the unsharded model, from the program's seed."""
         torch.manual_seed(self.seed)
         model = self.build_model()
         if not isinstance(model, nn.Module):
@@ -110,13 +110,13 @@ class Program:
         return model
 
     def skeleton(self) -> nn.Module:
-        """Returns the unsharded model on the meta device, which takes no memory."""
+        """Return the unsharded model on the meta device, which takes no memory."""
         with torch.device("meta"):
             model = self.built()
         return model.to("meta")
 
     def optimizer_of(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Returns the optimizer of ``params``.
+        """Return the optimizer of ``params``.
 
         Raises:
             TypeError: if its step cannot be called without a closure.
@@ -131,13 +131,13 @@ class Program:
         return optimizer
 
     def batch_of(self, step: int) -> Any:
-        """Returns this rank's batch of a step."""
+        """Return this rank's batch of a step."""
         if callable(self.batch) and not isinstance(self.batch, (torch.Tensor, nn.Module)):
             return self.batch(step) if inspect.signature(self.batch).parameters else self.batch()
         return self.batch
 
     def loss_of(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Returns the loss of a batch, a scalar.
+        """Return the loss of a batch, a scalar.
 
         Raises:
             TypeError: if it is no tensor.
@@ -158,7 +158,7 @@ class Program:
 
 
 def shapes_of(batch: Any) -> list[tuple[int, ...]]:
-    """Returns the shapes of the tensors in a batch."""
+    """Return the shapes of the tensors in a batch."""
     found: list[tuple[int, ...]] = []
 
     def look(tensor: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ def shapes_of(batch: Any) -> list[tuple[int, ...]]:
 
 
 def looks_of(batch: Any) -> tuple[int, list[torch.Tensor]]:
-    """Returns how many of a batch's whole numbers are -100, and a fingerprint of each tensor."""
+    """Return how many of a batch's whole numbers are -100, and a fingerprint of each tensor."""
     ignored, prints = 0, []
 
     def look(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ def looks_of(batch: Any) -> tuple[int, list[torch.Tensor]]:
 
 
 def remarks_on(program: Program, looks: list[tuple[int, list[torch.Tensor]]]) -> tuple[str, ...]:
-    """Returns what all ranks' batches show, which both runs alike would pass over."""
+    """Return what all ranks' batches show, which both runs alike would pass over."""
     found = []
     ignored = [number for number, _ in looks]
     if program.tokens is None and len(set(ignored)) > 1:
@@ -205,7 +205,7 @@ def remarks_on(program: Program, looks: list[tuple[int, list[torch.Tensor]]]) ->
 
 
 def require_shapes(program: Program, shapes: list[list[tuple[int, ...]]]) -> None:
-    """Returns if all ranks' batches have one shape, or the program counts tokens.
+    """Return if all ranks' batches have one shape, or the program counts tokens.
 
     Raises:
         ValueError: if not.

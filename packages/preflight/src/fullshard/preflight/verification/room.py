@@ -35,21 +35,21 @@ def reference_device(
 
 
 def has_room(model: nn.Module) -> bool:
-    """Returns whether a reference like ``model`` can train here, on the accelerator or the CPU."""
+    """Return whether a reference like ``model`` can train here, on the accelerator or the CPU."""
     card = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices = [torch.device("cpu"), *([] if card is None else [card])]
     return any(COPIES * nbytes(model) <= free_memory(each) for each in devices)
 
 
 def nbytes(model: nn.Module) -> int:
-    """Returns the bytes of all parameters and buffers, on the meta device too."""
+    """Return the bytes of all parameters and buffers, on the meta device too."""
     return sum(
         each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers())
     )
 
 
 def free_memory(device: torch.device) -> int:
-    """Returns how many bytes are free on ``device``."""
+    """Return how many bytes are free on ``device``."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

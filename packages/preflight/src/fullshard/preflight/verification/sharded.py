@@ -27,7 +27,7 @@ class Sharded:
     """A model, sharded by the user's function, and the user's optimizer of it."""
 
     def __init__(self, program: Program) -> None:
-        """Builds and shards; an error of one rank is an error of all.
+        """Build and shards; an error of one rank is an error of all.
 
         ``before`` has a fingerprint of each parameter and buffer that had a value then; ``model``
         is the model to call, and ``named`` the module inside that gives names.
@@ -59,7 +59,7 @@ class Sharded:
         return next(floating, torch.float32)
 
     def _require_whole(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Returns if each parameter is whole, or a ``DTensor``, which can be made whole."""
+        """Return if each parameter is whole, or a ``DTensor``, which can be made whole."""
         for name, param in self.params.items():
             if name in shapes and param.shape != shapes[name]:
                 raise ValueError(
@@ -88,7 +88,7 @@ class Sharded:
         return tuple(sorted(names ^ own))
 
     def look_at_tensors(self, seen: Seen, reference: nn.Module) -> None:
-        """Notes what is trained, typed, or in a mode, otherwise than in ``reference``."""
+        """Note what is trained, typed, or in a mode, otherwise than in ``reference``."""
         modes = {name: module.training for name, module in reference.named_modules()}
         seen.modes = {
             clean(name): module.training
@@ -109,7 +109,7 @@ class Sharded:
         }
 
     def compare_presence(self, comparison: Comparison, seen: Seen) -> list[str]:
-        """Notes gradients that only some ranks have; returns the names that all or none have."""
+        """Note gradients that only some ranks have; return the names that all or none have."""
         grads = {name: param.grad for name, param in self.params.items()}
         has = everyones({name for name, grad in grads.items() if grad is not None})
         seen.apart |= apart(
@@ -136,7 +136,7 @@ def apart(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """Returns the further names of tied parameters, each with the first name."""
+    """Return the further names of tied parameters, each with the first name."""
     first: dict[int, str] = {}
     found = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -146,7 +146,7 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 
 def look_at(found: Outcome, theirs: list[Trace], ours: list[Trace]) -> None:
-    """Notes what the first forward of both shows: modules that some ranks skip, and dtypes.
+    """Note what the first forward of both shows: modules that some ranks skip, and dtypes.
 
     ``theirs`` has the reference's by the batch's rank; empty where it has none of its own.
     """
@@ -176,5 +176,5 @@ def look_at(found: Outcome, theirs: list[Trace], ours: list[Trace]) -> None:
 
 
 def coarsest(dtypes: set[torch.dtype]) -> torch.dtype:
-    """Returns the dtype that rounds most."""
+    """Return the dtype that rounds most."""
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)

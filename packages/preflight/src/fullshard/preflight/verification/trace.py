@@ -55,7 +55,7 @@ class Place:
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns three numbers of ``tensor``: its norm, its sum, and a sample with changing weights.
+    """Return three numbers of ``tensor``: its norm, its sum, and a sample with changing weights.
 
     The sum is divided by the root of the number of elements: then it is no more than the norm, and
     neither is its rounding. Two tensors that differ have other fingerprints, but for a chance of no
@@ -75,7 +75,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def traced(model: nn.Module) -> Iterator[Trace]:
-    """Notes what the modules of ``model`` do inside a ``with`` block."""
+    """Note what the modules of ``model`` do inside a ``with`` block."""
     trace = Trace()
     handles = []
     for name, module in model.named_modules():

@@ -208,7 +208,7 @@ class Verdict:
     tolerance: Tolerance
 
     def require(self) -> None:
-        """Returns if both agree.
+        """Return if both agree.
 
         Raises:
             VerificationFailed: if they do not.

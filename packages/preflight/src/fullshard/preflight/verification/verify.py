@@ -38,7 +38,7 @@ def verify(
     seed: int = 0,
     stretch: float = 1.0,
 ) -> Verdict:
-    """Trains the model sharded over all ranks, and unsharded on rank 0, and compares as it goes.
+    """Train the model sharded over all ranks, and unsharded on rank 0, and compare as it goes.
 
     The unsharded model takes all ranks' batches one after another and averages their losses: that
     is what sharded data parallel training means to compute. Compared are the parameters after
@@ -138,7 +138,7 @@ def _is_by_layer(program: Program) -> bool:
 
 
 def _require_deterministic(program: Program) -> None:
-    """Returns if every rank builds the same model each time."""
+    """Return if every rank builds the same model each time."""
     first, again = (together(lambda: _digests(program)) for _ in range(2))
     others = [(again, "built a second time")]
     others += [(found, f"on rank {rank}") for rank, found in enumerate(everyones(first))]

@@ -51,7 +51,7 @@ class Mode:
         return not self.rank0_only and not self.copied
 
     def open(self, group: FSDPParamGroup) -> FullParams:
-        """Returns the full parameters of ``group``, which it does not have yet."""
+        """Return the full parameters of ``group``, which it does not have yet."""
         return CopiedParams(group, self) if self.copied else LeasedParams(group, self)
 
 
@@ -67,7 +67,7 @@ class FullParams:
     """
 
     def __init__(self, group: FSDPParamGroup, mode: Mode) -> None:
-        """Changes nothing yet."""
+        """Change nothing yet."""
         self.group = group
         self.mode = mode
         self.holds = not (mode.rank0_only and any(group.mesh_info.mesh.get_coordinate() or ()))
@@ -75,19 +75,19 @@ class FullParams:
         self.failed = False
 
     def launch(self) -> None:
-        """Starts getting them."""
+        """Start getting them."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Waits until the modules hold them."""
+        """Wait until the modules hold them."""
 
     def release(self) -> None:
-        """Puts the sharded parameters back."""
+        """Put the sharded parameters back."""
         self.group.copied = False
         self.group.gathering.register()  # a user's own unshard() may hold it
 
     def problem(self) -> str:
-        """Returns why what the modules hold cannot be written back; empty if it can."""
+        """Return why what the modules hold cannot be written back; empty if it can."""
         for param in self.group.params if self.holds else ():
             place, shape = param.places[0], self._given(param).shape
             found = place.held
@@ -112,7 +112,7 @@ class FullParams:
             _store(param, part, self.arrived(param))
 
     def _from_first(self, value: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        """Returns the first rank's ``value`` on all ranks, as ``given`` is placed."""
+        """Return the first rank's ``value`` on all ranks, as ``given`` is placed."""
         local = local_shard(value) if isinstance(value, DTensor) else value.detach()
         device, mesh = self.group.device, self.group.mesh_info.mesh
         if self.holds:
@@ -135,13 +135,13 @@ class LeasedParams(FullParams):
     """See [Note: two ways]."""
 
     def __init__(self, group: FSDPParamGroup, mode: Mode) -> None:
-        """Changes nothing yet."""
+        """Change nothing yet."""
         super().__init__(group, mode)
         self._owner = next(_owners)
         self._gathers = 0
 
     def launch(self) -> None:
-        """Takes a lease and issues the gather; ranks that are not to have them free them."""
+        """Take a lease and issue the gather; ranks that are not to have them free them."""
         self.group.refresh()
         self.group.leases.take(LeaseKind.BLOCK, self._owner)
         self.group.shared.streams.synchronize_with_current()  # which may have changed shards
@@ -151,13 +151,13 @@ class LeasedParams(FullParams):
             self.release()
 
     def finish(self) -> None:
-        """Waits for the gather, on ranks that are to have the parameters."""
+        """Wait for the gather, on ranks that are to have the parameters."""
         if self.holds:
             self.group.wait_for_unshard()
             self._gathers = self.group.gathering.gathers
 
     def problem(self) -> str:
-        """Returns why what the modules hold cannot be written back; empty if it can."""
+        """Return why what the modules hold cannot be written back; empty if it can."""
         intact = self.group.leases.held_by(LeaseKind.BLOCK, self._owner)
         gathers = self.group.gathering.gathers
         if self.holds and (not intact or gathers not in (self._gathers, 0)):
@@ -169,7 +169,7 @@ class LeasedParams(FullParams):
         return super().problem()
 
     def release(self) -> None:
-        """Gives the lease back, and what a forward inside the block kept."""
+        """Give the lease back, and what a forward inside the block kept."""
         self.group.gathering.register()  # what was put into the place of a parameter was read
         self.group.leases.give_back(LeaseKind.BLOCK, self._owner)
         if self.mode.rank0_only:
@@ -190,12 +190,12 @@ class CopiedParams(FullParams):
     """See [Note: two ways]."""
 
     def __init__(self, group: FSDPParamGroup, mode: Mode) -> None:
-        """Changes nothing yet."""
+        """Change nothing yet."""
         super().__init__(group, mode)
         self._copies: dict[FSDPParam, nn.Parameter] = {}
 
     def launch(self) -> None:
-        """Reshards the group, gathers one parameter after the other, and registers its copy."""
+        """Reshard the group, gather one parameter after the other, and register its copy."""
         self.group.reshard()
         device = torch.device("cpu") if self.mode.on_cpu else self.group.device
         self.group.copied = True
@@ -218,13 +218,13 @@ class CopiedParams(FullParams):
 
 
 def _on_mesh(sharded: nn.Parameter) -> DTensor:
-    """Returns ``sharded`` outside autograd, on its mesh's device: shards may live on the CPU."""
+    """Return ``sharded`` outside autograd, on its mesh's device: shards may live on the CPU."""
     tensor = cast(DTensor, sharded.detach())
     return cast(DTensor, tensor.to(tensor.device_mesh.device_type))
 
 
 def _store(param: FSDPParam, part: torch.Tensor, arrived: torch.Tensor) -> None:
-    """Writes ``part`` into the shard.
+    """Write ``part`` into the shard.
 
     An element that did not change since it ``arrived`` keeps its stored value, also if the two
     differ.

@@ -115,7 +115,7 @@ def _reshard(group: FSDPParamGroup, call: str) -> None:
 
 
 def require_between_steps(group: FSDPParamGroup, call: str) -> None:
-    """Returns if no forward or backward uses ``group``.
+    """Return if no forward or backward uses ``group``.
 
     Raises:
         RuntimeError: if one does, saying so of ``call``.
@@ -140,7 +140,7 @@ def _cut(param: FSDPParam, given: Any) -> Any:
 
 
 def _check_shapes_of_rank0(module: nn.Module, state_dict: dict[str, Any]) -> None:
-    """Returns if rank 0's tensors have the model's shapes; raises on every rank alike.
+    """Return if rank 0's tensors have the model's shapes; raise on every rank alike.
 
     torch copies shard onto shard, where a wrong shape may broadcast without a word.
     """
@@ -194,7 +194,7 @@ def full_state_dict(
 def load_full_state_dict(
     module: nn.Module, state_dict: dict[str, Any], *, broadcast_from_rank0: bool = False
 ) -> None:
-    """Loads a full state dict into a sharded model; call it on every rank.
+    """Load a full state dict into a sharded model; call it on every rank.
 
     Args:
         module: the root of a sharded model.

@@ -40,7 +40,7 @@ def unsharded(
     offload_to_cpu: bool = False,
     recurse: bool = True,
 ) -> Iterator[None]:
-    """Gives ``module`` full parameters inside a ``with`` block, and shards again after it.
+    """Give ``module`` full parameters inside a ``with`` block, and shards again after it.
 
     For evaluation and generation (a forward inside gathers nothing), for looking at parameters,
     and, with ``writeback``, for changing them. Every rank enters and leaves the block. On the
@@ -86,7 +86,7 @@ def unsharded(
 @contextmanager
 @untraced
 def opened(module: nn.Module, mode: Mode, *, recurse: bool) -> Iterator[None]:
-    """Does what ``unsharded`` does, in any mode."""
+    """Do what ``unsharded`` does, in any mode."""
     states = the_states(module, recurse)
     for state in states:
         state.ensure_initialised()
@@ -128,7 +128,7 @@ def in_block(group: FSDPParamGroup) -> bool:
 
 
 def _write_back(own: Sequence[FullParams], problem: str) -> str:
-    """Writes back where asked for, unless there is a problem on any rank; returns what it is."""
+    """Write back where asked for, unless there is a problem on any rank; return what it is."""
     changed = [each for each in own if each.writeback]
     for each in changed:
         failed = "an unsharded() block inside this one raised, so nothing is written back"
@@ -154,7 +154,7 @@ def _release(own: Sequence[FullParams]) -> None:
 def _groups_of(
     module: nn.Module, states: Iterable[ModuleState], recurse: bool
 ) -> list[FSDPParamGroup]:
-    """Returns the groups of the sharded modules, and those that hold a parameter of ``module``."""
+    """Return the groups of the sharded modules, and those that hold a parameter of ``module``."""
     owners = map(group_of, module.parameters(recurse=recurse))
     own = [group for state in states for group in state.groups]
     return list(dict.fromkeys([*own, *(group for group in owners if group is not None)]))
@@ -163,7 +163,7 @@ def _groups_of(
 def _require_openable(
     states: Iterable[ModuleState], groups: Iterable[FSDPParamGroup], mode: Mode
 ) -> None:
-    """Returns if a block may open ``groups``.
+    """Return if a block may open ``groups``.
 
     Raises:
         RuntimeError: if one is in use, another block excludes this one, or it could not write back.
@@ -192,7 +192,7 @@ def _require_openable(
 
 
 def _modules_of(states: Iterable[ModuleState], own: Iterable[FullParams]) -> set[nn.Module]:
-    """Returns the modules whose forward needs parameters of which this rank has no full ones."""
+    """Return the modules whose forward needs parameters of which this rank has no full ones."""
     refused = {full.group for full in own if full.mode.copied or not full.holds}
     refusing = [state for state in states if not refused.isdisjoint(state.groups)]
     return {module for state in refusing for module in state.modules}
@@ -209,7 +209,7 @@ def _refuse_forward(module: nn.Module, args: object) -> NoReturn:
 
 
 def on_any_rank(mine: bool, groups: Iterable[FSDPParamGroup]) -> bool:
-    """Returns whether ``mine`` holds on any of the ranks that share these groups."""
+    """Return whether ``mine`` holds on any of the ranks that share these groups."""
     found = {each: group.device for group in groups for each in group.mesh_info.process_groups}
     flag = int(mine)
     for process_group, device in found.items():

@@ -44,7 +44,7 @@ class CommSettings:
     """The settings of a sharded module for collectives."""
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gathers this module's parameters through ``comm``. Not recursive.
+        """Gather this module's parameters through ``comm``. Not recursive.
 
         Raises:
             TypeError: naming the methods that ``comm`` lacks.
@@ -54,7 +54,7 @@ class CommSettings:
             group.gathering.set_comm(comm)
 
     def set_canonical_order(self, enable: bool = True, *, slack: int = 1) -> None:
-        """Lets ranks skip whole groups: gathers and reductions follow one order on all ranks.
+        """Let ranks skip whole groups: gathers and reductions follow one order on all ranks.
 
         Call it on the root, on all ranks alike. A rank whose forward or backward does not run a
         module then still takes part in its collectives, with zeros where it has no gradient.
@@ -84,7 +84,7 @@ class CommSettings:
         state.context.use_schedule(StaticSchedule(events, slack) if enable else Schedule())
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduces this module's gradients through ``comm``. Not recursive.
+        """Reduce this module's gradients through ``comm``. Not recursive.
 
         Raises:
             TypeError: naming the methods that ``comm`` lacks.
@@ -93,7 +93,7 @@ class CommSettings:
         _reduce_with(self, False, comm=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Takes the buffers of collectives from the process group's own memory. Not recursive.
+        """Take the buffers of collectives from the process group's own memory. Not recursive.
 
         Args:
             enable: whether to; False goes back to the caching allocator.
@@ -114,7 +114,7 @@ class CommSettings:
                 group.gradients.change(comm=None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Takes gather buffers from symmetric memory; reduction buffers too if only sums are asked.
+        """Take gather buffers from symmetric memory; reduction buffers too if only sums are asked.
 
         Not recursive. Not measured: it needs several GPUs on one node.
 
@@ -138,7 +138,7 @@ class CommSettings:
             _allocate_by(group, allocator, reductions=group.gradients.settings.force_sum)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Asks the backend for sums only, scaled by ourselves. Not recursive.
+        """Ask the backend for sums only, scaled by ourselves. Not recursive.
 
         Raises:
             TypeError: if ``enable`` is not a bool.
@@ -147,7 +147,7 @@ class CommSettings:
         _reduce_with(self, False, force_sum=enable)
 
     def set_gradient_divide_factor(self, factor: float | torch.Tensor) -> None:
-        """Divides this module's summed gradients by ``factor`` instead of the number of ranks.
+        """Divide this module's summed gradients by ``factor`` instead of the number of ranks.
 
         Not recursive.
 
@@ -165,13 +165,13 @@ class CommSettings:
         _reduce_with(self, False, divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float | torch.Tensor) -> None:
-        """Does what ``set_gradient_divide_factor`` does; torch deprecated this name."""
+        """Do what ``set_gradient_divide_factor`` does; torch deprecated this name."""
         self.set_gradient_divide_factor(factor)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Gives a parameter that no rank used a gradient of zeros instead of none.
+        """Give a parameter that no rank used a gradient of zeros instead of none.
 
         Ranks may use different parameters either way: reductions have a fixed layout.
 
@@ -188,7 +188,7 @@ class CommSettings:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Sets how many packed reduction inputs may be alive at once; 1 by default.
+        """Set how many packed reduction inputs may be alive at once; 1 by default.
 
         More overlap for more memory. Of several values under a root, the largest holds.
 
@@ -204,7 +204,7 @@ class CommSettings:
         _reduce_with(self, recurse, max_inputs=max_input_buffers)
 
     def set_gather_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
-        """Sets how many MiB of small gathers may share a launch; 0: each group has its own.
+        """Set how many MiB of small gathers may share a launch; 0: each group has its own.
 
         By default ``comm.collectives.coalescing`` sets the limits: half a MiB of each rank's
         slices, 25 in all. Consecutive groups are gathered together where a cost model predicts a
@@ -228,7 +228,7 @@ class CommSettings:
             state.context.learn_anew()
 
     def set_reduce_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
-        """Sets how many MiB of small reductions may share a launch; 0: each group has its own.
+        """Set how many MiB of small reductions may share a launch; 0: each group has its own.
 
         The default and the groups are those of ``set_gather_bucket_cap``: a reduction waits
         for its neighbours' where that pays. A reduction that another collective does
@@ -248,7 +248,7 @@ class CommSettings:
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Reduces over a process group of its own, so that gathers and reductions can overlap.
+        """Reduce over a process group of its own, so that gathers and reductions can overlap.
 
         Collective over the ranks of each shard group: call it on all of them alike. The effect on
         NCCL is not measured.
@@ -294,7 +294,7 @@ class CommSettings:
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
     ) -> None:
-        """Calls ``hook`` with each reduced flat buffer, to go on reducing it in place.
+        """Call ``hook`` with each reduced flat buffer, to go on reducing it in place.
 
         Not recursive. The buffer holds this rank's slice of every gradient of the group in the
         reduce dtype, and behind them the used-parameter mask: a number per parameter, positive if

@@ -17,11 +17,11 @@ class UnshardHandle:
     """
 
     def __init__(self, state: ModuleState | None = None) -> None:
-        """Wraps the module's state; without one, there is nothing to wait for."""
+        """Wrap the module's state; without one, there is nothing to wait for."""
         self._state = state
 
     def wait(self) -> None:
-        """Returns once the module's full parameters may be used; any number of calls is fine."""
+        """Return once the module's full parameters may be used; any number of calls is fine."""
         if self._state is not None:
             self._state.wait_for_unshard()
             self._state = None

@@ -70,7 +70,7 @@ class Managed:
 
 
 def modules_of(module: object, call: str) -> tuple[nn.Module, ...]:
-    """Returns the module, or the modules of a list.
+    """Return the module, or the modules of a list.
 
     Args:
         module: what was passed.
@@ -118,7 +118,7 @@ def find_managed(
     placement: ShardPlacementFn | None,
     mesh_info: FSDPMeshInfo,
 ) -> Managed:
-    """Returns the parameters that a call on ``modules`` manages, and how each is to be sharded.
+    """Return the parameters that a call on ``modules`` manages, and how each is to be sharded.
 
     Args:
         modules: the modules.

@@ -45,7 +45,7 @@ class FSDPModule(CommSettings, StepSettings, _Original):
     """A module whose parameters are sharded. Made by ``fully_shard``, never constructed."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Builds an ordinary instance of the original class.
+        """Build an ordinary instance of the original class.
 
         Containers build new ones of their own class when sliced; a slice is not sharded by itself.
         """
@@ -55,7 +55,7 @@ class FSDPModule(CommSettings, StepSettings, _Original):
     # -- parameters -------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers the full parameters of this module's own group, ahead of use or to look at them.
+        """Gather the full parameters of this module's own group, ahead of use or to look at them.
 
         Not recursive. Follows the mixed precision policy. The forward or backward that uses the
         group next reshards it as it would what it gathered itself; else ``reshard()`` does, or the
@@ -76,7 +76,7 @@ class FSDPModule(CommSettings, StepSettings, _Original):
         return UnshardHandle(state) if async_op else None
 
     def reshard(self) -> None:
-        """Frees the full parameters of this module's own group, and registers the sharded ones.
+        """Free the full parameters of this module's own group, and register the sharded ones.
 
         A group in the middle of its forward or backward is freed when that ends. Backward gathers
         again.
@@ -102,7 +102,7 @@ class FSDPModule(CommSettings, StepSettings, _Original):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Turns the reduction of gradients on or off: off accumulates without communication.
+        """Turn the reduction of gradients on or off: off accumulates without communication.
 
         Args:
             requires_gradient_sync: whether backward reduces gradients.
@@ -117,7 +117,7 @@ class FSDPModule(CommSettings, StepSettings, _Original):
             group.gradients.replicas.synchronise(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Turns the all-reduce over replicas on or off, on a 2-D mesh.
+        """Turn the all-reduce over replicas on or off, on a 2-D mesh.
 
         Off, gradients are reduced over shards only and kept for the next backward with it on.
 
@@ -135,7 +135,7 @@ class FSDPModule(CommSettings, StepSettings, _Original):
     # -- statistics -------------------------------------------------------------------------------
 
     def statistics(self) -> ShardingStatistics:
-        """Returns what this module and those below amount to; print it for a table.
+        """Return what this module and those below amount to; print it for a table.
 
         Parameters, bytes sharded, gathered and padded; collectives and host time per step since the
         model was built, or since ``reset_statistics()``.
@@ -150,7 +150,7 @@ class FSDPModule(CommSettings, StepSettings, _Original):
     # -- errors -----------------------------------------------------------------------------------
 
     def reset_iter_state(self) -> None:
-        """Brings everything below this root back to a clean sharded state, after an error.
+        """Bring everything below this root back to a clean sharded state, after an error.
 
         Call it on every rank. Waits for what is in flight. Sharded gradients of backwards that
         ended stay; what the failed one left is dropped, and with it, with a warning, gradients that
@@ -165,7 +165,7 @@ class FSDPModule(CommSettings, StepSettings, _Original):
     # -- torch's own hooks ------------------------------------------------------------------------
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Does what ``to``, ``to_empty`` and the like do, to the sharded parameters."""
+        """Do what ``to``, ``to_empty`` and the like do, to the sharded parameters."""
         state = the_state(self)
         for group in state.groups:  # also those of tied parameters
             group.reshard()
@@ -223,7 +223,7 @@ _classes: dict[tuple[type, type], type] = {}
 
 
 def mixed_class_of(mixin: type[FSDPModule], original: type) -> type:
-    """Returns ``FSDP<Original>`` for ``FSDPModule``: it first, then the original; made once."""
+    """Return ``FSDP<Original>`` for ``FSDPModule``: it first, then the original; made once."""
     key = (mixin, original)
     if key not in _classes:
         name = mixin.__name__.removesuffix("Module") + original.__name__
@@ -232,7 +232,7 @@ def mixed_class_of(mixin: type[FSDPModule], original: type) -> type:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes a method of a sharded module unshard and reshard as ``forward`` does.
+    """Make a method of a sharded module unshard and reshard as ``forward`` does.
 
     A module that is not sharded does not change, so that the code also runs without sharding.
 
@@ -263,7 +263,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Makes several roots run on the streams of the first: the stages of a pipeline, say.
+    """Make several roots run on the streams of the first: the stages of a pipeline, say.
 
     Raises:
         TypeError: if one of ``modules`` is not sharded.

@@ -95,7 +95,7 @@ class StepSettings:
     # -- resharding and prefetch ------------------------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Changes ``reshard_after_forward``, also for the root if it is this module.
+        """Change ``reshard_after_forward``, also for the root if it is this module.
 
         Args:
             reshard_after_forward: whether to free full parameters after forward.
@@ -114,7 +114,7 @@ class StepSettings:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Changes whether full parameters are freed after backward.
+        """Change whether full parameters are freed after backward.
 
         Parameters that are not freed are used in the next forward, unless they change before it.
 
@@ -183,7 +183,7 @@ class StepSettings:
             state.gathers_on_read = gather_on_read
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Makes the next forward's gathers wait for ``event`` instead of all work issued so far.
+        """Make the next forward's gathers wait for ``event`` instead of all work issued so far.
 
         Record it after the optimizer's step, on the root; it serves once.
 
@@ -198,7 +198,7 @@ class StepSettings:
         initialised_state(self).context.post_optim_event = event
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Gathers ``modules`` ahead, in this order, after this module's own gather in forward.
+        """Gather ``modules`` ahead, in this order, after this module's own gather in forward.
 
         Raises:
             TypeError: if one element is not sharded.
@@ -206,7 +206,7 @@ class StepSettings:
         the_state(self).forward_prefetch = states_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Gathers ``modules`` ahead, in this order, after this module's own gather in backward.
+        """Gather ``modules`` ahead, in this order, after this module's own gather in backward.
 
         Replaces the default, the module before this one in forward order.
 

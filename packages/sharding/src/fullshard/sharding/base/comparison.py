@@ -51,7 +51,7 @@ class Comparison:
         process_group: dist.ProcessGroup,
         device: torch.device,
     ) -> str:
-        """Returns what the ranks disagree on; nothing if they agree, on an error too.
+        """Return what the ranks disagree on; nothing if they agree, on an error too.
 
         Args:
             lines: what must be equal on all ranks.

@@ -76,7 +76,7 @@ class ForwardPass:
     """
 
     def __init__(self, expired: Callable[[int, int], None], *, recompute: bool) -> None:
-        """Begins it. ``expired``: called with its number and thread if its graph is freed first."""
+        """Begin it. ``expired``: called with its number and thread if its graph is freed first."""
         self.number = next(_numbers)
         self.place = -1
         self.calls = 0
@@ -89,7 +89,7 @@ class ForwardPass:
         self._thread = threading.get_ident()
 
     def begin_backward(self) -> None:
-        """Enters its backward, or enters it again: a graph that was retained is run once more.
+        """Enter its backward, or enter it again: a graph that was retained is run once more.
 
         Then it counts as outstanding no longer, so the end of that backward reduces its groups.
         """
@@ -105,7 +105,7 @@ class ForwardPass:
 
     @untraced
     def __del__(self) -> None:
-        """Releases what the forward held, if its graph was freed without a backward."""
+        """Release what the forward held, if its graph was freed without a backward."""
         if not self.done:
             self._expired(self.number, self._thread)
 
@@ -141,7 +141,7 @@ class Call:
     def watch_inputs(
         self, forward_pass: ForwardPass, hook: _Hook, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the inputs, passed through a node whose backward calls ``hook`` with gradients.
+        """Return the inputs, passed through a node whose backward calls ``hook`` with gradients.
 
         Inputs of which none requires a gradient come back as they are: then the end of backward
         ends the pass.
@@ -184,7 +184,7 @@ class Call:
         return True
 
     def watch_output(self, forward_pass: ForwardPass, hook: _Hook, output: Any) -> bool:
-        """Makes the first gradient that reaches what the forward did call ``hook``.
+        """Make the first gradient that reaches what the forward did call ``hook``.
 
         Return whether there may be one: whether any tensor that forward returned or changed
         requires a gradient.
@@ -229,7 +229,7 @@ class ParameterGeneration:
     """
 
     def __init__(self) -> None:
-        """Starts with the first, and no forward."""
+        """Start with the first, and no forward."""
         self.number = 0
         self._passes: set[int] = set()
 
@@ -238,7 +238,7 @@ class ParameterGeneration:
         self._passes.clear()
 
     def advance(self) -> None:
-        """Declares every copy made so far stale, and forwards that await their backward ended."""
+        """Declare every copy made so far stale, and forwards that await their backward ended."""
         self.number += 1
         self._passes.clear()
 
@@ -256,7 +256,7 @@ class ParameterGeneration:
         self._passes.add(number)
 
     def expire(self, number: int) -> None:
-        """Stops tracking a forward whose graph died; that one awaited its backward stays a fact."""
+        """Stop tracking a forward whose graph died; that one awaited its backward stays a fact."""
         if number in self._passes:
             self._passes.discard(number)
             self._passes.add(_EXPIRED)

@@ -82,25 +82,25 @@ class FieldPrecision:
         return replace(self, param_dtype=dtype, param_dtype_override_fn=None)
 
     def gathered_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Returns ``param_dtype`` for a floating-point parameter, if it is set."""
+        """Return ``param_dtype`` for a floating-point parameter, if it is set."""
         return (self.param_dtype or dtype) if dtype.is_floating_point else dtype
 
     def reduced_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Returns ``reduce_dtype``, or the dtype of the computation."""
+        """Return ``reduce_dtype``, or the dtype of the computation."""
         gathered = self.gathered_dtype(name, dtype)
         return (self.reduce_dtype or gathered) if dtype.is_floating_point else gathered
 
     def cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the inputs with floating-point tensors in ``param_dtype``, if so asked."""
+        """Return the inputs with floating-point tensors in ``param_dtype``, if so asked."""
         if self.param_dtype is None or not self.cast_forward_inputs:
             return args, kwargs
         inputs: tuple[tuple[Any, ...], dict[str, Any]] = _cast((args, kwargs), self.param_dtype)
         return inputs
 
     def cast_output(self, output: Any) -> Any:
-        """Returns the output with floating-point tensors in ``output_dtype``, if it is set."""
+        """Return the output with floating-point tensors in ``output_dtype``, if it is set."""
         return output if self.output_dtype is None else _cast(output, self.output_dtype)
 
 
@@ -125,24 +125,24 @@ class OffloadToCPU:
     pin_memory: bool = True
 
     def home(self, device: torch.device) -> torch.device:
-        """Returns the CPU."""
+        """Return the CPU."""
         return _CPU
 
     def store(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns ``shard``, if it lives on the CPU in page-locked memory where that helps."""
+        """Return ``shard``, if it lives on the CPU in page-locked memory where that helps."""
         pins = self.pin_memory and can_pin(shard.device)
         return shard.pin_memory() if pins else shard
 
     def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns a copy of ``shard`` on ``device``, made on the current stream."""
+        """Return a copy of ``shard`` on ``device``, made on the current stream."""
         return shard.to(device, non_blocking=True)
 
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns ``gradient`` on the CPU; on its way there if memory is pinned."""
+        """Return ``gradient`` on the CPU; on its way there if memory is pinned."""
         return self._to_cpu(gradient)
 
     def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns ``tensor`` on the CPU, where the state lives."""
+        """Return ``tensor`` on the CPU, where the state lives."""
         return self._to_cpu(tensor)
 
     def arrived(self, device: torch.device) -> None:
@@ -180,7 +180,7 @@ class Policies:
 
 
 def require(protocol: type[_P], value: object, argument: str) -> _P:
-    """Returns ``value``, which has every member that ``protocol`` asks for.
+    """Return ``value``, which has every member that ``protocol`` asks for.
 
     For torch's own policy object it returns what answers by its fields.
 

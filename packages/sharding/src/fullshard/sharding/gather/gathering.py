@@ -73,7 +73,7 @@ class Gathering:
         config: GatherConfig,
         generation: ParameterGeneration,
     ) -> None:
-        """Starts sharded.
+        """Start sharded.
 
         Args:
             params: the parameters.
@@ -103,11 +103,11 @@ class Gathering:
     # -- set-up -----------------------------------------------------------------------------------
 
     def share(self, streams: CommStreams, source: BufferSource) -> None:
-        """Makes its gathers run on the streams of a root, in its buffers."""
+        """Make its gathers run on the streams of a root, in its buffers."""
         self.config = replace(self.config, streams=streams, source=source, name=self.name)
 
     def set_comm(self, comm: AllGather) -> None:
-        """Gathers by ``comm`` from now on."""
+        """Gather by ``comm`` from now on."""
         self.config = replace(self.config, comm=comm)
 
     def keep_storage(self, keep: bool) -> None:
@@ -132,7 +132,7 @@ class Gathering:
         return 0 if self._post_forward is None else self._post_forward.shard_world_size
 
     def set_post_forward_mesh(self, mesh_info: FSDPMeshInfo | None) -> None:
-        """Keeps shards over ``mesh_info`` between forward and backward; None: keeps nothing."""
+        """Keep shards over ``mesh_info`` between forward and backward; None: keeps nothing."""
         if mesh_info is not self._post_forward:
             self._post_forward, self._chosen_for = mesh_info, None
 
@@ -163,7 +163,7 @@ class Gathering:
         )
 
     def prepare(self) -> BufferedUnshard:
-        """Returns memory and inputs, made at the first call since a look at what modules hold."""
+        """Return memory and inputs, made at the first call since a look at what modules hold."""
         if self._prepared is None:
             plain = [param for param in self.params if not has_hooks(param.name, param.shard)]
             to_use = [param.sharding.to_use for param in plain]
@@ -180,7 +180,7 @@ class Gathering:
         return self._prepared
 
     def _choose(self, buffered: BufferedUnshard) -> UnshardStrategy:
-        """Returns how to gather from now on; a collective call, where memory is shared."""
+        """Return how to gather from now on; a collective call, where memory is shared."""
         config, memory, inputs = self.config, buffered.memory, buffered.inputs
         self._chosen_for = config.comm
         if self._post_forward is not None:
@@ -222,7 +222,7 @@ class Gathering:
             self.swap.note()
 
     def changed(self) -> list[str]:
-        """Ends that, and returns those that a user changed, which their shards do not know."""
+        """End that, and return those that a user changed, which their shards do not know."""
         changed = self.swap.changed()
         if changed and self._prepared is not None:
             self._prepared.memory.put_back()
@@ -241,7 +241,7 @@ class Gathering:
         self.state = after
 
     def unshard(self, *, async_op: bool = False) -> bool:
-        """Issues the gather, and returns whether there was one to issue."""
+        """Issue the gather, and return whether there was one to issue."""
         if self.state is _UNSHARDED or self.state is _UNSHARDING:
             if self._watch.sums:
                 self._watch.reused(self.params)
@@ -266,13 +266,13 @@ class Gathering:
             self._watch.copied(self.params, kept=strategy.keeps_shards)
 
     def begin(self, in_flight: UnshardInFlight) -> None:
-        """Takes part in a gather that was launched."""
+        """Take part in a gather that was launched."""
         self.in_flight = in_flight
         self.gathers += 1
         self._become(_UNSHARDING)
 
     def wait(self, *, private: bool, movable: bool) -> None:
-        """Finishes the gather: the modules hold full parameters after it.
+        """Finish the gather: the modules hold full parameters after it.
 
         Args:
             private: a user holds them, who may write.
@@ -291,7 +291,7 @@ class Gathering:
             emit(EventKind.WAIT, self.name, rank=self.rank)
 
     def register(self) -> None:
-        """Makes the modules hold what the group is now, whatever they were given."""
+        """Make the modules hold what the group is now, whatever they were given."""
         if self.state is _UNSHARDED:
             self.swap.to_unsharded()
             return
@@ -300,7 +300,7 @@ class Gathering:
         self.swap.to_sharded()
 
     def reshard(self, *, after_forward: bool = False) -> None:
-        """Frees the full parameters; ``after_forward``: keeps shards for a post-forward mesh."""
+        """Free the full parameters; ``after_forward``: keeps shards for a post-forward mesh."""
         strategy, state = self._strategy, self.state
         if state is _SHARDED or strategy is None:
             return
@@ -319,7 +319,7 @@ class Gathering:
             emit(EventKind.RESHARD, self.name, rank=self.rank)
 
     def leave_post_forward(self) -> None:
-        """Gives back the shards over the post-forward mesh."""
+        """Give back the shards over the post-forward mesh."""
         if self.state is _POST_FORWARD and self._strategy is not None:
             self._strategy.keep_shards(False)
             self._become(_SHARDED)

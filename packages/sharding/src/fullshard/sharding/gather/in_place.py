@@ -46,7 +46,7 @@ class AliasedShards(Home):
     stays = True
 
     def __init__(self, shards: OwnShards, to_use: ToUse) -> None:
-        """Makes the tensors: full shape, with version counters of their own."""
+        """Make the tensors: full shape, with version counters of their own."""
         self._shards = shards
         places = [
             (shard, int(shard.storage_offset()) * shard.dtype.itemsize) for shard in shards.tensors
@@ -62,13 +62,13 @@ class AliasedUnshard(UnshardStrategy):
     """Parameters are the shards, or a copy of them in another dtype."""
 
     def __init__(self, memory: UnshardedMemory, inputs: GatherInputs) -> None:
-        """Takes private memory, and what would be sent."""
+        """Take private memory, and what would be sent."""
         super().__init__(memory, inputs)
         self._alias: AliasedShards | None = None  # the shards of the last gather
         self._launched: tuple[OwnShards, GatherConfig] | None = None
 
     def launch(self, config: GatherConfig, *, async_op: bool) -> None:
-        """Moves nothing."""
+        """Move nothing."""
         shards = self.inputs.sends(config)
         if self._alias is None or not self._alias.is_of(shards):
             usable = self.memory.movable and _lie_as_used(shards, config)
@@ -76,7 +76,7 @@ class AliasedUnshard(UnshardStrategy):
         self._launched = shards, config
 
     def land(self, *, private: bool, movable: bool) -> None:
-        """Copies where a user may write, or to cast."""
+        """Copy where a user may write, or to cast."""
         assert self._launched is not None, "it was launched"
         (shards, config), self._launched = self._launched, None
         memory = self.memory
@@ -118,14 +118,14 @@ class SharedMemory(Home):
     def __init__(
         self, buffer: GatherBuffer, layout: Layout, config: GatherConfig, to_use: ToUse
     ) -> None:
-        """Makes the tensors."""
+        """Make the tensors."""
         offsets, _ = offsets_of(layout.specs)
         super().__init__(layout.specs, [(buffer.memory, offset) for offset in offsets], to_use)
         self.full = SharedTensors(buffer, self.fills, layout, config)
         self.occupied = False
 
     def allocate(self) -> None:
-        """Makes the memory this rank's own until it is freed, to be filled by other means."""
+        """Make the memory this rank's own until it is freed, to be filled by other means."""
         self.occupied = True
         self.full.buffer.move_out()
 
@@ -165,7 +165,7 @@ class SharedBufferUnshard(UnshardStrategy):
 
 
 def open_shared_memory(layout: Layout, config: GatherConfig, to_use: ToUse) -> SharedMemory | None:
-    """Returns new shared memory, if the config's collective and device have it; a collective."""
+    """Return new shared memory, if the config's collective and device have it; a collective."""
     opener = getattr(config.comm, "open_shared_buffer", None)
     _, nbytes = offsets_of(layout.specs)
     if opener is None or nbytes == 0 or not traits_of(config.device).shared_memory:

@@ -35,7 +35,7 @@ class GatherInputs:
     """
 
     def __init__(self, params: Sequence[FSDPParam], layout: Layout, policies: Policies) -> None:
-        """Takes the parameters in the order of ``layout``."""
+        """Take the parameters in the order of ``layout``."""
         self.params = tuple(params)
         self.layout = layout
         self._precision = policies.precision
@@ -59,7 +59,7 @@ class GatherInputs:
         return sent
 
     def staged(self, config: GatherConfig) -> Sequence[torch.Tensor]:
-        """Returns each parameter's shard on the device, as the copy-in stream sees it.
+        """Return each parameter's shard on the device, as the copy-in stream sees it.
 
         Copies are made on that stream, which alone reads them.
         """

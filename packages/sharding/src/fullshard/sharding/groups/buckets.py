@@ -58,7 +58,7 @@ class Bucket:
     """
 
     def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:
-        """Takes groups that may be gathered with others."""
+        """Take groups that may be gathered with others."""
         self.groups = tuple(groups)
         gatherings = [group.gathering for group in groups]
         self._made_of = [
@@ -114,7 +114,7 @@ class Bucket:
         return True
 
     def land(self, *, private: bool, movable: bool) -> None:
-        """Waits and copies the parts of all groups out; later calls do nothing.
+        """Wait and copies the parts of all groups out; later calls do nothing.
 
         Every group gets its memory now; those that gave their part up give it back.
         """
@@ -132,7 +132,7 @@ class Bucket:
                 strategy.memory.free()
 
     def discard(self) -> None:
-        """Gives one group's part up; waits with the last."""
+        """Give one group's part up; wait with the last."""
         in_flight = self._in_flight
         wanted = any(each.in_flight is self for each, _, _ in self._made_of)
         if in_flight is not None and in_flight.buffer is not None and not wanted:
@@ -151,7 +151,7 @@ class Buckets:
     """
 
     def __init__(self, queue: ReductionQueue) -> None:
-        """Starts with none. ``queue``: where reductions go."""
+        """Start with none. ``queue``: where reductions go."""
         self._queue = queue
         self.gathered: Sequence[FSDPParamGroup] = ()
         self.gathers: list[Bucket] = []
@@ -159,7 +159,7 @@ class Buckets:
         self.reductions: list[CoalescedReduction] = []
 
     def learn(self, gathered: Sequence[FSDPParamGroup]) -> None:
-        """Divides ``gathered``, which a forward did, into buckets."""
+        """Divide ``gathered``, which a forward did, into buckets."""
         if DEBUGGED and is_debugging():
             return
         self.clear()
@@ -174,7 +174,7 @@ class Buckets:
                 group.gradients.bucket = waiting
 
     def clear(self) -> None:
-        """Launches reductions that wait, and lets each group communicate by itself."""
+        """Launch reductions that wait, and let each group communicate by itself."""
         for waiting in self.reductions:
             waiting.flush()
         for group in dict.fromkeys(self.gathered):
@@ -192,7 +192,7 @@ def _gathers_with_others(group: FSDPParamGroup) -> bool:
 def _divide(
     gathered: Sequence[FSDPParamGroup], may_share: Callable[[FSDPParamGroup], bool]
 ) -> Iterator[list[FSDPParamGroup]]:
-    """Yields runs of two groups or more that had better share launches, as their gathers do."""
+    """Yield runs of two groups or more that had better share launches, as their gathers do."""
     run: list[FSDPParamGroup] = []
     before: GatherConfig | None = None
     nbytes = 0

@@ -51,7 +51,7 @@ class FSDPParamGroup:
     """
 
     def __init__(self, params: Sequence[FSDPParam], policies: Policies, shared: SharedComm) -> None:
-        """Starts sharded, and communicates through what its module shares until a root is found.
+        """Start sharded, and communicates through what its module shares until a root is found.
 
         Args:
             params: sharded over the same process groups.
@@ -92,17 +92,17 @@ class FSDPParamGroup:
     # -- set-up -----------------------------------------------------------------------------------
 
     def rename(self, name: str) -> None:
-        """Gives it its name: the full name of its module."""
+        """Give it its name: the full name of its module."""
         self.name = self.gathering.name = self.gradients.name = name
 
     def share(self, shared: SharedComm) -> None:
-        """Makes the group run on the streams of its root and queue its reductions there."""
+        """Make the group run on the streams of its root and queue its reductions there."""
         self.shared = shared
         self.gathering.share(shared.streams, shared.source)
         self.gradients.share(shared)
 
     def reshard_to(self, mesh_info: FSDPMeshInfo | None) -> None:
-        """Keeps shards over ``mesh_info`` between forward and backward; None: keeps nothing."""
+        """Keep shards over ``mesh_info`` between forward and backward; None: keeps nothing."""
         self.reshard()
         self.gathering.set_post_forward_mesh(mesh_info)
 
@@ -176,7 +176,7 @@ class FSDPParamGroup:
             )
 
     def end_of_forward(self) -> None:
-        """Ends the root's forward: what graphs hold from now on is a rank's own affair."""
+        """End the root's forward: what graphs hold from now on is a rank's own affair."""
         self._kept_in_this_forward = False
         if LeaseKind.PREFETCH in self.leases.out:
             self.drop_leases(LeaseKind.PREFETCH)
@@ -196,7 +196,7 @@ class FSDPParamGroup:
         self.leases.claim(LeaseKind.FORWARD)
 
     def begin_backward(self, begun: ForwardPass) -> None:
-        """Holds the group for the backward of a forward.
+        """Hold the group for the backward of a forward.
 
         Raises:
             RuntimeError: if full parameters were changed while they were read-only.
@@ -221,7 +221,7 @@ class FSDPParamGroup:
             self.announce_backward()
 
     def hold_for_graph(self, number: int) -> None:
-        """Takes the lease of a forward that keeps the group for its backward."""
+        """Take the lease of a forward that keeps the group for its backward."""
         self.gathering.kept_by_graphs = True
         self.leases.hold(LeaseKind.GRAPH, number)
         self._note()
@@ -238,7 +238,7 @@ class FSDPParamGroup:
             self.gathering.note()
 
     def give_back(self, kind: LeaseKind, owner: int = 0) -> None:
-        """Returns a lease, and reshards if it was the last."""
+        """Return a lease, and reshard if it was the last."""
         self.leases.give_back(kind, owner)
         if not self.leases.out:
             self.gathering.reshard(after_forward=kind is LeaseKind.FORWARD)
@@ -259,7 +259,7 @@ class FSDPParamGroup:
         self.gathering.unshard(async_op=async_op)
 
     def reshard(self) -> None:
-        """Returns what all hold but a forward or backward, and the post-forward mesh's shards.
+        """Return what all hold but a forward or backward, and the post-forward mesh's shards.
 
         Raises:
             RuntimeError: if full parameters were changed while they were read-only.
@@ -284,7 +284,7 @@ class FSDPParamGroup:
             self.generation.add(begun.number)
 
     def release_expired(self) -> None:
-        """Releases what forwards held whose graphs were freed; between steps."""
+        """Release what forwards held whose graphs were freed; between steps."""
         while self.expired:
             number = self.expired.popleft()
             self.generation.expire(number)
@@ -312,7 +312,7 @@ class FSDPParamGroup:
         return last
 
     def reduce_in_turn(self) -> None:
-        """Reduces whatever gradients there are; where there are none, takes part with zeros."""
+        """Reduce whatever gradients there are; where there are none, take part with zeros."""
         if not self.gradients.is_set_up:  # then its gather is not prepared either
             self.gathering.prepare()
         self.gradients.reduce(self.gradients.take(reduce=True))
@@ -367,7 +367,7 @@ class FSDPParamGroup:
         )
 
     def _release_backward(self, number: int, *, keep: bool) -> None:
-        """Returns what forward ``number`` holds for its backward; its gradients were taken."""
+        """Return what forward ``number`` holds for its backward; its gradients were taken."""
         self.leases.end_pass(number)
         if keep and self.state is ShardedState.UNSHARDED:
             self.keep()
@@ -385,7 +385,7 @@ class FSDPParamGroup:
         return self.gradients.abandon()
 
     def __repr__(self) -> str:
-        """Shows name and state."""
+        """Show name and state."""
         return f"FSDPParamGroup({self.name}, {self.state.name}, {self.leases})"
 
 
@@ -394,6 +394,6 @@ def _no_root() -> None:
 
 
 def group_of(param: torch.Tensor) -> FSDPParamGroup | None:
-    """Returns the group of ``param``, given the sharded parameter or the one that it replaced."""
+    """Return the group of ``param``, given the sharded parameter or the one that it replaced."""
     owner = owner_of(param)
     return None if owner is None else cast(FSDPParamGroup, owner.group)

@@ -65,7 +65,7 @@ class RootContext:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Starts with no module."""
+        """Start with no module."""
         self.shared = SharedComm.of(device)
         self.states: tuple[ShardedModule, ...] = ()
         self.groups: tuple[FSDPParamGroup, ...] = ()
@@ -82,7 +82,7 @@ class RootContext:
         self.schedule.take_over(self.record)
 
     def adopt(self, states: Sequence[ShardedModule]) -> None:
-        """Takes over ``states``, the root's first."""
+        """Take over ``states``, the root's first."""
         self.states = tuple(states)
         self.groups = tuple(dict.fromkeys(group for state in states for group in state.groups))
         for group in self.groups:
@@ -101,7 +101,7 @@ class RootContext:
         schedule.take_over(self.record)
 
     def learn_anew(self) -> None:
-        """Forgets which groups share launches; reductions that wait are launched before."""
+        """Forget which groups share launches; reductions that wait are launched before."""
         self._buckets.clear()
 
     def require_quiet(self, call: str) -> None:
@@ -134,7 +134,7 @@ class RootContext:
     # -- forward ----------------------------------------------------------------------------------
 
     def enter_forward(self, state: ShardedModule) -> int:
-        """Begins the forward of ``state`` and returns its place in the order; -1: it has none."""
+        """Begin the forward of ``state`` and return its place in the order; -1: it has none."""
         if self._depth and state is self.states[0] and not _is_running(self._frame):
             self.reset()  # an interrupt ended the last one: torch calls hooks for Exception only
         if self._depth == 0:
@@ -167,7 +167,7 @@ class RootContext:
         self.schedule.begin(backward=False)
 
     def leave_forward(self, *, raised: bool) -> None:
-        """Ends a forward; the outermost one returns what was gathered ahead and not used."""
+        """End a forward; the outermost one returns what was gathered ahead and not used."""
         self._depth -= 1
         if self._depth:
             return
@@ -199,7 +199,7 @@ class RootContext:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Lets forwards inside leave no trace in the record that ranks share: some ranks run none.
+        """Let forwards inside leave no trace in the record that ranks share: some ranks run none.
 
         Forwards in the block find every group unsharded and communicate nothing.
         """
@@ -213,7 +213,7 @@ class RootContext:
     # -- backward ---------------------------------------------------------------------------------
 
     def enter_backward(self) -> None:
-        """Begins a backward if none is in progress, and arranges for its end.
+        """Begin a backward if none is in progress, and arranges for its end.
 
         The engine holds the callback, and drops it with a backward that raised: then the next one
         arranges for its own.
@@ -311,7 +311,7 @@ class RootContext:
             raise RuntimeError(error)
 
     def _end_unused(self) -> None:
-        """Reshards what a user gathered and no forward has ever used: a backward ends that, too."""
+        """Reshard what a user gathered and no forward has ever used: a backward ends that, too."""
         if len(self.record.used) < len(self.groups):
             for group in self.groups:
                 if group not in self.record.used and not group.keeps:
@@ -320,7 +320,7 @@ class RootContext:
     # -- errors -----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Brings every group back to a clean sharded state and forgets the iteration.
+        """Bring every group back to a clean sharded state and forget the iteration.
 
         Sharded gradients of backwards that ended well stay, and reductions of theirs are finished.
         """
@@ -361,7 +361,7 @@ class RootContext:
     # -- streams ----------------------------------------------------------------------------------
 
     def share_streams(self, streams: CommStreams) -> None:
-        """Makes every group run on ``streams``."""
+        """Make every group run on ``streams``."""
         self.shared = replace(self.shared, streams=streams)
         for group in self.groups:
             group.share(self.shared)
@@ -377,7 +377,7 @@ def _refuse_compiled_autograd() -> None:
 
 
 def _caller() -> FrameType:
-    """Returns the frame that called this package."""
+    """Return the frame that called this package."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("fullshard."):
         frame = frame.f_back

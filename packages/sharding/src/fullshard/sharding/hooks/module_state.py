@@ -92,7 +92,7 @@ class ModuleState:
         context: RootContext,
         policies: Policies,
     ) -> None:
-        """Starts as its own root until a forward finds the real one."""
+        """Start as its own root until a forward finds the real one."""
         self.modules = modules
         self.own_groups = list(groups)
         self.groups = list(dict.fromkeys([*self.own_groups, *borrowed]))
@@ -120,7 +120,7 @@ class ModuleState:
         self._initialise: Callable[[ModuleState], None] = _unattached
 
     def attach(self, initialise: Callable[[ModuleState], None]) -> None:
-        """Puts the state and its hooks on its modules; ``initialise`` will make it the root."""
+        """Put the state and its hooks on its modules; ``initialise`` will make it the root."""
         self._initialise = initialise
         for module in self.modules:
             module.__dict__[ATTRIBUTE] = self
@@ -129,12 +129,12 @@ class ModuleState:
             module.register_forward_hook(self.post_forward, always_call=True)
 
     def rename(self, name: str) -> None:
-        """Gives it its full name."""
+        """Give it its full name."""
         self.name = name
         self.label = name or "(root)"
 
     def be_root(self, is_root: bool) -> None:
-        """Takes the role of a root or not, and asks the policy what that means for resharding."""
+        """Take the role of a root or not, and ask the policy what that means for resharding."""
         self.is_root = is_root
         self.reshards_after_forward = self.after_forward(is_root)
         self._adapts_inputs = (is_root and self.device.type != "cpu") or not self.casts_nothing
@@ -146,7 +146,7 @@ class ModuleState:
 
     @untraced
     def pre_forward(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
-        """Unshards the groups; returns the inputs, cast and passed through a post-backward node."""
+        """Unshard the groups; return the inputs, cast and passed through a post-backward node."""
         start = perf_counter_ns()
         try:
             with named_range("pre_forward", self.name) if is_profiled() else NOTHING:
@@ -205,7 +205,7 @@ class ModuleState:
         return call.watch_inputs(begun, partial(self.post_backward, begun), args, kwargs)
 
     def _adapted(self, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
-        """Returns the inputs as the policy casts them, a root's on the device where it computes."""
+        """Return the inputs as the policy casts them, a root's on the device where it computes."""
         if self.is_root and self.device.type != "cpu":
             args, kwargs = map_tensors(
                 lambda t: t.to(self.device, non_blocking=True), (args, kwargs)
@@ -222,7 +222,7 @@ class ModuleState:
         return True
 
     def _pass_of(self, first: bool, call: Call) -> ForwardPass:
-        """Returns the forward pass that all modules of the list share in one pass over it."""
+        """Return the forward pass that all modules of the list share in one pass over it."""
         latest = None if first or self._latest is None else self._latest()
         if latest is not None and not latest.done:
             return latest
@@ -241,7 +241,7 @@ class ModuleState:
 
     @untraced
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Returns the output, cast and watched for its gradient; ends the FORWARD leases.
+        """Return the output, cast and watched for its gradient; ends the FORWARD leases.
 
         ``output`` is None when forward raised.
         """
@@ -271,7 +271,7 @@ class ModuleState:
             self.host_ns += perf_counter_ns() - start
 
     def _end_call(self, call: Call, output: Any, kept_for: ForwardPass | None) -> None:
-        """Returns what ``call`` holds, or hands it on to ``kept_for``, if a backward may come."""
+        """Return what ``call`` holds, or hand it on to ``kept_for``, if a backward may come."""
         record = self.context.record
         if self.groups and call.recompute:
             record.place_again(self, kept_for)
@@ -300,7 +300,7 @@ class ModuleState:
 
     @untraced
     def pre_backward(self, forward_pass: ForwardPass, *_: object) -> None:
-        """Unshards the groups for a backward; only the first gradient of its outputs does.
+        """Unshard the groups for a backward; only the first gradient of its outputs does.
 
         Gradients that autograd hands a hook may follow its forward pass, and are ignored.
         """
@@ -334,7 +334,7 @@ class ModuleState:
     def post_backward(
         self, forward_pass: ForwardPass, grads: tuple[torch.Tensor | None, ...], *_: object
     ) -> tuple[torch.Tensor | None, ...] | None:
-        """Ends a backward once it reached the inputs of all modules of its forward pass.
+        """End a backward once it reached the inputs of all modules of its forward pass.
 
         Returns the inputs' gradients, watched, if they may have a backward of their own.
         """
@@ -362,13 +362,13 @@ class ModuleState:
     # -- access -----------------------------------------------------------------------------------
 
     def ensure_initialised(self) -> None:
-        """Makes this module the root, unless it has been given one."""
+        """Make this module the root, unless it has been given one."""
         if not self.initialised:
             self._initialise(self)
 
     @outside_transforms
     def unshard(self, *, async_op: bool) -> None:
-        """Gathers its groups for a user."""
+        """Gather its groups for a user."""
         if self.context.quiet:  # else the root's forward has done so
             self.context.shared.streams.synchronize_with_current()
         for group in self.own_groups:
@@ -378,23 +378,23 @@ class ModuleState:
 
     @outside_transforms
     def wait_for_unshard(self) -> None:
-        """Waits for the gathers of its groups."""
+        """Wait for the gathers of its groups."""
         for group in self.own_groups:
             group.wait_for_unshard()
 
     @outside_transforms
     def reshard_now(self) -> None:
-        """Returns the user's lease, and what a graph, a prefetch or a kept copy holds."""
+        """Return the user's lease, and what a graph, a prefetch or a kept copy holds."""
         for group in self.own_groups:
             group.reshard()
 
     def parameters_changed(self) -> None:
-        """Declares copies of the parameters that its modules hold stale."""
+        """Declare copies of the parameters that its modules hold stale."""
         for group in self.groups:
             group.generation.advance()
 
     def reset(self) -> None:
-        """Forgets the calls in progress."""
+        """Forget the calls in progress."""
         self._calls.clear()
         self._to_run.clear()
         self._latest = None

@@ -42,7 +42,7 @@ _Hook: TypeAlias = Callable[[], object]
 
 
 def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Returns ``function``, which runs as if no transform of ``torch.func`` did."""
+    """Return ``function``, which runs as if no transform of ``torch.func`` did."""
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -100,7 +100,7 @@ def _watched(hook: _Hook, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def watch(hook: _Hook, value: Any, *, copy: bool = False) -> Any:
-    """Returns a module's inputs or outputs, or gradients of those, whose backward calls ``hook``.
+    """Return a module's inputs or outputs, or gradients of those, whose backward calls ``hook``.
 
     ``copy``: as copies. An input that an autograd function returns unchanged must not be changed in
     place, but a module's outputs may be.
@@ -111,7 +111,7 @@ def watch(hook: _Hook, value: Any, *, copy: bool = False) -> Any:
 
 
 def refuse_tracing(name: str) -> None:
-    """Raises if a graph is being traced, in which parameters would be constants.
+    """Raise if a graph is being traced, in which parameters would be constants.
 
     Raises:
         RuntimeError: naming the module and what to use.

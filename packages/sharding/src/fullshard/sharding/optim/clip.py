@@ -49,7 +49,7 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Returns the norm of all gradients together, after scaling them so that it is ``max_norm``.
+    """Return the norm of all gradients together, after scaling them so that it is ``max_norm``.
 
     Gradients with a smaller norm stay as they are. Takes what ``torch.nn.utils.clip_grad_norm_``
     takes, and a module. The function makes one all-reduce for any meshes; every rank that holds a
@@ -109,7 +109,7 @@ def grad_norm(
     foreach: bool | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Returns the norm of all gradients together, and changes none.
+    """Return the norm of all gradients together, and changes none.
 
     Arguments, result and errors are those of ``clip_grad_norm_``.
     """
@@ -147,7 +147,7 @@ def _total(
     order: float,
     fused: bool,
 ) -> torch.Tensor:
-    """Returns the norm of ``gradients``; ``fused``: by as few kernels as can be."""
+    """Return the norm of ``gradients``; ``fused``: by as few kernels as can be."""
     if not group.params:
         return torch.tensor(0.0)
     exact = torch.float64 if traits_of(group.device).float64 else torch.float32
@@ -173,7 +173,7 @@ def _total(
 def _cut_as_parameters(
     group: NormGroup, gradients: Sequence[torch.Tensor | None]
 ) -> Sequence[torch.Tensor | None]:
-    """Returns this rank's part of each gradient, cut as its parameter is."""
+    """Return this rank's part of each gradient, cut as its parameter is."""
     if group.are_cut_alike(gradients):
         return local_shards(gradients)
     parts: list[torch.Tensor | None] = []
@@ -190,7 +190,7 @@ def _cut_as_parameters(
 
 
 def _largest(norms: list[torch.Tensor], group: NormGroup, exact: torch.dtype) -> torch.Tensor:
-    """Returns the largest of all ranks' norms.
+    """Return the largest of all ranks' norms.
 
     A flag for "not a number" travels with the norm: backends differ in what the maximum of NaN
     and 1 is.
@@ -205,7 +205,7 @@ def _largest(norms: list[torch.Tensor], group: NormGroup, exact: torch.dtype) ->
 
 
 def _norms(gradients: list[torch.Tensor], order: float, fused: bool) -> torch.Tensor:
-    """Returns norms of ``gradients``, which are of one device and dtype, as a vector.
+    """Return norms of ``gradients``, which are of one device and dtype, as a vector.
 
     16-bit floats are added in float32, and their norm stays so. [Note: small gradients] On a CPU
     there is no kernel for many tensors: torch starts one for each. Copying small gradients into one
@@ -222,7 +222,7 @@ def _norms(gradients: list[torch.Tensor], order: float, fused: bool) -> torch.Te
 
 
 def _alike(tensors: list[torch.Tensor], fused: bool) -> list[list[torch.Tensor]]:
-    """Returns lists of tensors of one device and dtype, for one kernel each."""
+    """Return lists of tensors of one device and dtype, for one kernel each."""
     if not fused:
         return [[each] for each in tensors]
     if len({each.dtype for each in tensors}) == 1 == len({each.device for each in tensors}):

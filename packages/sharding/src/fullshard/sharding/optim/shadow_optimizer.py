@@ -61,7 +61,7 @@ _SHADOW = "_fullshard_shadow"
 
 
 def params_in(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Returns the parameters in the groups of an optimizer, in order."""
+    """Return the parameters in the groups of an optimizer, in order."""
     return list(chain.from_iterable(map(_params, groups)))
 
 
@@ -86,7 +86,7 @@ class _Contents:
     """
 
     def __init__(self, state: Mapping[Any, Any]) -> None:
-        """Notes what is in ``state`` now."""
+        """Note what is in ``state`` now."""
         self._objects = _objects_in(state)
         found = islice(self._objects, len(state), None)  # without the parameters
         self._cut = [each for each in found if isinstance(each, DTensor)]
@@ -106,7 +106,7 @@ class ShadowOptimizer:
     """
 
     def __init__(self, *, plain: bool) -> None:
-        """Holds nothing yet; ``plain``: shadows are plain tensors, not ``DTensor``."""
+        """Hold nothing yet; ``plain``: shadows are plain tensors, not ``DTensor``."""
         self.copies: dict[torch.Tensor, Shadow] = {}
         self._plain = plain
         self._given: list[Any] = []  # what they were made of
@@ -124,12 +124,12 @@ class ShadowOptimizer:
 
     @staticmethod
     def of(stepped: Any) -> ShadowOptimizer | None:
-        """Returns the shadow optimizer that made ``stepped``, what ``step`` was called with."""
+        """Return the shadow optimizer that made ``stepped``, what ``step`` was called with."""
         found: ShadowOptimizer | None = vars(stepped).get(_SHADOW)
         return found
 
     def begin(self, optimizer: Optimizer) -> Optimizer | None:
-        """Returns what is to be stepped; None if everything is stepped itself.
+        """Return what is to be stepped; None if everything is stepped itself.
 
         Raises:
             UnlikeShards: if shadows are plain, and something is cut otherwise than its parameter.
@@ -144,7 +144,7 @@ class ShadowOptimizer:
         return stepped
 
     def _show(self, optimizer: Optimizer, stepped: Optimizer) -> None:
-        """Makes ``stepped`` like ``optimizer``, but for the parameters."""
+        """Make ``stepped`` like ``optimizer``, but for the parameters."""
         groups = optimizer.param_groups
         params = params_in(groups)
         if not (
@@ -168,7 +168,7 @@ class ShadowOptimizer:
         attributes[_SHADOW] = self
 
     def _make(self, params: list[Any]) -> None:
-        """Makes the shadows of ``params``, which are not those of the last step."""
+        """Make the shadows of ``params``, which are not those of the last step."""
         self._is_stale = True
         self._given, self._types = params, list(map(type, params))
         made = {param: shadow_of(param, plain=self._plain) for param in dict.fromkeys(params)}
@@ -190,7 +190,7 @@ class ShadowOptimizer:
         self._seen, self._made = _Contents(optimizer.state), _Contents(self._state)
 
     def _read_gradients(self) -> None:
-        """Gives each shadow its part of the gradient: the memory itself, or a copy.
+        """Give each shadow its part of the gradient: the memory itself, or a copy.
 
         Raises:
             UnlikeShards: if shadows are plain, and a gradient is cut otherwise than its parameter.
@@ -225,18 +225,18 @@ class ShadowOptimizer:
             shadow.data.copy_(local_shard(param), non_blocking=True)
 
     def write_back(self) -> None:
-        """Copies what was stepped to the parameters."""
+        """Copy what was stepped to the parameters."""
         for param, shadow in self.copies.items():
             local_shard(param).copy_(shadow.data, non_blocking=True)
         await_copies(each.mover for each in self.copies.values() if is_on_host(each.local))
 
     def before_closure(self, optimizer: Optimizer) -> None:
-        """Brings the parameters up to date for a closure, and notes the options of the groups."""
+        """Bring the parameters up to date for a closure, and notes the options of the groups."""
         self.write_back()
         self._options = [dict(group) for group in optimizer.param_groups]
 
     def after_closure(self, optimizer: Optimizer, stepped: Optimizer) -> None:
-        """Takes over what a closure changed: parameters, gradients, options and state.
+        """Take over what a closure changed: parameters, gradients, options and state.
 
         Raises:
             RuntimeError: if it left something cut otherwise than its parameter: the step has begun.
@@ -258,7 +258,7 @@ class ShadowOptimizer:
             ) from None
 
     def _take_options(self, optimizer: Optimizer, stepped: Optimizer) -> None:
-        """Gives the groups that are stepped the options that a closure changed.
+        """Give the groups that are stepped the options that a closure changed.
 
         Others stay: the step may have changed them, and the user's groups do not show it yet.
         """
@@ -268,7 +268,7 @@ class ShadowOptimizer:
             ours.update({name: group[name] for name in changed - {"params"}})
 
     def end(self, optimizer: Optimizer, stepped: Optimizer) -> None:
-        """Takes the result of a step over: parameters, groups, state and attributes."""
+        """Take the result of a step over: parameters, groups, state and attributes."""
         if self.copies:
             self.write_back()
         attributes = vars(stepped)
@@ -289,7 +289,7 @@ class ShadowOptimizer:
             _open.discard(self)
 
     def _take_state(self, optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
-        """Makes what was stepped the user's state."""
+        """Make what was stepped the user's state."""
         real = dict(optimizer.state)
         params = {shadow.stepped: param for param, shadow in self._of.items()}
         optimizer.state.clear()
@@ -308,7 +308,7 @@ _open_lock = threading.Lock()  # ranks may be threads of one process, which step
 
 
 def open_on(params: Collection[Any]) -> list[ShadowOptimizer]:
-    """Returns those of steps in progress that step copies of any of ``params``."""
+    """Return those of steps in progress that step copies of any of ``params``."""
     if not _open:
         return []
     with _open_lock:
@@ -318,7 +318,7 @@ def open_on(params: Collection[Any]) -> list[ShadowOptimizer]:
 
 @torch.no_grad()
 def place_state(optimizer: Optimizer) -> None:
-    """Brings the state to where steps are: loading put it where the parameters live."""
+    """Bring the state to where steps are: loading put it where the parameters live."""
     movers = []
     for group in optimizer.param_groups:
         on_device = bool(group.get("capturable") or group.get("fused"))

@@ -54,7 +54,7 @@ _registered: list[RemovableHandle] = []
 
 
 def watch_optimizers(groups: Iterable[FSDPParamGroup]) -> None:
-    """Puts the hooks on every optimizer of this process, for ``groups`` and earlier ones."""
+    """Put the hooks on every optimizer of this process, for ``groups`` and earlier ones."""
     with _groups_lock:
         _groups.update(groups)
     if not _registered:
@@ -90,7 +90,7 @@ class _Watch:
         self._handles: list[RemovableHandle] = []
 
     def put_on(self, optimizer: Optimizer) -> None:
-        """Registers the hooks: the last one before the step, and the first after it.
+        """Register the hooks: the last one before the step, and the first after it.
 
         The hooks are registered again at each step, because users register their own hooks or clear
         all hooks.
@@ -105,7 +105,7 @@ class _Watch:
         hooks.move_to_end(after.id, last=False)
 
     def look_at(self, optimizer: Optimizer) -> None:
-        """Looks for the owners of the parameters that ``optimizer`` holds.
+        """Look for the owners of the parameters that ``optimizer`` holds.
 
         Raises:
             TypeError: if it needs whole parameters and one is cut.
@@ -137,7 +137,7 @@ class _Watch:
     def _begin(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns what ``step`` is called with."""
+        """Return what ``step`` is called with."""
         for outer in open_on(self._params):
             outer.write_back()
         stepped, *others = args
@@ -151,7 +151,7 @@ class _Watch:
         return (stepped, *others), kwargs
 
     def _shadow(self, optimizer: Optimizer) -> Optimizer | None:
-        """Returns a shadow of ``optimizer``, if one is to be stepped."""
+        """Return a shadow of ``optimizer``, if one is to be stepped."""
         if self._steps_on_plain and not torch.compiler.is_compiling():
             shadow = self._kept or ShadowOptimizer(plain=True)
             try:
@@ -166,7 +166,7 @@ class _Watch:
     def _computed(
         self, optimizer: Optimizer, stepped: Optimizer, closure: Callable[[], Any]
     ) -> Any:
-        """Runs a closure on the parameters as the step has them, so that kept copies are stale."""
+        """Run a closure on the parameters as the step has them, so that kept copies are stale."""
         shadow = ShadowOptimizer.of(stepped)
         if shadow is not None:
             with torch.no_grad():
@@ -181,7 +181,7 @@ class _Watch:
     @torch.no_grad()
     @untraced
     def _end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Takes the results of the step over."""
+        """Take the results of the step over."""
         shadow = ShadowOptimizer.of(args[0])
         if shadow is not None:
             shadow.end(optimizer, args[0])
@@ -190,7 +190,7 @@ class _Watch:
         self._end_generations(optimizer)
 
     def _end_generations(self, optimizer: Optimizer) -> None:
-        """Makes kept copies stale; see [Note: what a step changes]."""
+        """Make kept copies stale; see [Note: what a step changes]."""
         if not self.knows(optimizer):  # a hook or a closure changed it
             self.look_at(optimizer)
         for group in self._ended:
@@ -206,7 +206,7 @@ def _steps_elsewhere(owner: FSDPParam) -> bool:
 
 
 def all_groups() -> tuple[FSDPParamGroup, ...]:
-    """Returns the groups of all models of this process that are alive."""
+    """Return the groups of all models of this process that are alive."""
     with _groups_lock:
         return tuple(_groups)
 
@@ -216,7 +216,7 @@ def _is_frozen(param: FSDPParam) -> bool:
 
 
 def _groups_of(params: list[Any]) -> tuple[FSDPParamGroup, ...]:
-    """Returns the groups whose parameters a step on ``params`` changes, as far as can be seen."""
+    """Return the groups whose parameters a step on ``params`` changes, as far as can be seen."""
     owners = [group_of(param) for param in params]
     others = [param for param, owner in zip(params, owners, strict=True) if owner is None]
     if any(isinstance(param, DTensor) for param in others):

@@ -157,7 +157,7 @@ class FSDPParam:
         return sharded
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of a full tensor of the parameter's shape: a contiguous copy.
+        """Return this rank's part of a full tensor of the parameter's shape: a contiguous copy.
 
         An error of a subclass names the parameter.
         """
@@ -200,18 +200,18 @@ class FSDPParam:
     # -- the swap ---------------------------------------------------------------------------------
 
     def install_sharded(self) -> None:
-        """Puts the sharded parameter into every place."""
+        """Put the sharded parameter into every place."""
         for place in self.places:
             place.module._parameters[place.name] = self.sharded
 
     def add_place(self, place: Place) -> None:
-        """Makes one more module share this parameter."""
+        """Make one more module share this parameter."""
         FSDPParam.changes += 1
         self.places.append(place)
         place.module._parameters[place.name] = self.sharded
 
     def sync_requires_grad(self) -> None:
-        """Gives both parameters the flag that was set on either since they last agreed.
+        """Give both parameters the flag that was set on either since they last agreed.
 
         A user who freezes a module sets it on whichever is registered then.
         """
@@ -224,7 +224,7 @@ class FSDPParam:
         self.unsharded.requires_grad = self._requires_grad
 
     def attach_unsharded(self, unsharded: nn.Parameter) -> None:
-        """Takes ``unsharded``, whose memory is the group's, as the parameter that modules see."""
+        """Take ``unsharded``, whose memory is the group's, as the parameter that modules see."""
         FSDPParam.changes += 1
         self.unsharded = unsharded
         for name, value in self.sharded.__dict__.items():  # who owns it; what the user put on it
@@ -234,7 +234,7 @@ class FSDPParam:
         add_tensor_hook(unsharded, self.on_gradient)
 
     def adopt_registered(self) -> bool:
-        """Takes over what the first place holds now, if something replaced the sharded parameter.
+        """Take over what the first place holds now, if something replaced the sharded parameter.
 
         ``to_empty``, ``to``, and loading with ``assign=True`` replace parameters. Tied places,
         which those treat one by one, are tied again. Returns whether anything changed.
@@ -262,7 +262,7 @@ class FSDPParam:
         return not same
 
     def _replace(self, found: nn.Parameter | None) -> None:
-        """Makes ``found`` the sharded parameter."""
+        """Make ``found`` the sharded parameter."""
         if (
             not (isinstance(found, DTensor) and isinstance(found, nn.Parameter))
             or found.placements != self.spec.placements
@@ -281,7 +281,7 @@ class FSDPParam:
         self._stored_dtype = found.dtype
 
     def replace_shard(self, new: torch.Tensor) -> None:
-        """Makes ``new`` the shard: of a ``DTensor`` like the sharded parameter, or a full tensor.
+        """Make ``new`` the shard: of a ``DTensor`` like the sharded parameter, or a full tensor.
 
         Raises:
             ValueError: if it is neither.
@@ -314,7 +314,7 @@ class FSDPParam:
         return None if self.unsharded is self.sharded else self.unsharded.grad
 
     def to_reduce(self, left: torch.Tensor) -> torch.Tensor:
-        """Returns a gradient that autograd left, as it is reduced.
+        """Return a gradient that autograd left, as it is reduced.
 
         Shape: that of ``gather_spec``, a plain tensor.
         """
@@ -329,14 +329,14 @@ class FSDPParam:
             self.unsharded.grad = None
 
     def zero_gradient(self, set_to_none: bool) -> None:
-        """Clears the sharded gradient."""
+        """Clear the sharded gradient."""
         if set_to_none:
             self.sharded.grad = None
         elif self.sharded.grad is not None:
             local_shard(self.sharded.grad).zero_()
 
     def stage_gradient(self, reduced: torch.Tensor) -> torch.Tensor:
-        """Begins to bring this rank's part of the reduced gradient where the parameter lives.
+        """Begin to bring this rank's part of the reduced gradient where the parameter lives.
 
         Shape: that of a shard of ``gather_spec``; any dtype.
         """
@@ -348,11 +348,11 @@ class FSDPParam:
         return staged
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Copies and pickles as None: a copy of a sharded parameter is an ordinary ``DTensor``."""
+        """Copy and pickles as None: a copy of a sharded parameter is an ordinary ``DTensor``."""
         return type(None), ()
 
     def __repr__(self) -> str:
-        """Shows name and shape."""
+        """Show name and shape."""
         return f"FSDPParam({self.name}, {tuple(self.shape)})"
 
 

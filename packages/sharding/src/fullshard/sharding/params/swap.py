@@ -36,7 +36,7 @@ class Swap:
     """The places of some parameters, as a list for either state."""
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:
-        """Looks at the parameters when they are swapped first, and when one has changed since."""
+        """Look at the parameters when they are swapped first, and when one has changed since."""
         self._params = params
         self._sharded: list[nn.Parameter] = []
         self._unsharded: list[nn.Parameter] = []
@@ -48,7 +48,7 @@ class Swap:
         self._shows_sharded = False
 
     def to_unsharded(self) -> None:
-        """Puts the unsharded parameters into every place, and opens the guards of the modules."""
+        """Put the unsharded parameters into every place, and opens the guards of the modules."""
         if self._changes != FSDPParam.changes:
             self._look()
         if self._versions:  # see [Note: reads]
@@ -146,7 +146,7 @@ class Swap:
         return [(version_of(param), _memory_of(param)) for param in self._unsharded]
 
     def sync_requires_grad(self) -> None:
-        """Gives both of each the flag that was set on either since they last agreed."""
+        """Give both of each the flag that was set on either since they last agreed."""
         for param in self._params:
             param.sync_requires_grad()
         self._flags = list(map(_requires_grad, self._sharded))

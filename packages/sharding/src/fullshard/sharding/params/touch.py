@@ -57,7 +57,7 @@ class Guard:
         return type(self.module).forward.__get__(self.module)  # type: ignore[no-any-return]  # a bound method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs ``forward``, which may be given a ``DTensor``, and explains what it raises.
+        """Run ``forward``, which may be given a ``DTensor``, and explains what it raises.
 
         Raises:
             RuntimeError: naming module, parameters and cure, if plain tensors met sharded ones.
@@ -80,7 +80,7 @@ class Guard:
 
 
 def guards_of(modules: Iterable[nn.Module]) -> list[Guard]:
-    """Returns the guards of ``modules``, made at the first call.
+    """Return the guards of ``modules``, made at the first call.
 
     Modules that gather by themselves need none, and traced ones run no Python.
     """
@@ -93,7 +93,7 @@ def guards_of(modules: Iterable[nn.Module]) -> list[Guard]:
 
 
 def unguard(modules: Iterable[nn.Module]) -> None:
-    """Leaves the ``forward`` of ``modules``, which gather by themselves, as it was."""
+    """Leave the ``forward`` of ``modules``, which gather by themselves, as it was."""
     FSDPParam.changes += 1
     for module in modules:
         if isinstance(module.__dict__.get("forward"), Guard):
@@ -102,7 +102,7 @@ def unguard(modules: Iterable[nn.Module]) -> None:
 
 
 def explain_touch(error: BaseException | None) -> None:
-    """Adds names and cure to ``error`` if plain tensors met sharded ones in it; else does nothing.
+    """Add names and cure to ``error`` if plain tensors met sharded ones in it; else does nothing.
 
     For a forward that gathered its own parameters and used another module's: ``error`` is on its
     way already, so its text is changed.
@@ -118,7 +118,7 @@ def _is_unexplained(error: BaseException | None) -> TypeGuard[RuntimeError]:
 
 
 def _names_near(error: BaseException) -> list[str]:
-    """Returns the sharded parameters that the innermost method of a module mentions."""
+    """Return the sharded parameters that the innermost method of a module mentions."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):

@@ -151,7 +151,7 @@ class PlainReduce:
     goes_on = False
 
     def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
-        """Returns the whole reduction, in flight."""
+        """Return the whole reduction, in flight."""
         return setup.plan.launch(gradients)
 
     @property
@@ -160,13 +160,13 @@ class PlainReduce:
         return False
 
     def synchronise(self, enabled: bool) -> None:
-        """Turns what follows the reduce-scatter on or off."""
+        """Turn what follows the reduce-scatter on or off."""
 
     def end_of_backward(self) -> None:
-        """Takes notice that a backward ended well."""
+        """Take notice that a backward ended well."""
 
     def abandon(self, *, keep: bool) -> None:
-        """Drops what a backward that did not end kept; all if not ``keep``."""
+        """Drop what a backward that did not end kept; all if not ``keep``."""
 
 
 # -- the queue ------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class _Pending:
     staged: list[tuple[FSDPParam, torch.Tensor]] = field(default_factory=list)
 
     def stage_out(self, result: ReducedShards, used: Sequence[bool] | None) -> None:
-        """Begins to bring the gradients of the ``used`` parameters where they live; None: all."""
+        """Begin to bring the gradients of the ``used`` parameters where they live; None: all."""
         given = zip(self.setup.params, result.shards, strict=True) if self.complete else ()
         self.staged = [
             (param, shard if shard.dtype is param.lands_in else param.stage_gradient(shard))
@@ -200,7 +200,7 @@ class _Pending:
         ]
 
     def commit(self) -> list[nn.Parameter]:
-        """Adds what ``stage_out`` brought to the sharded gradients; the first becomes them.
+        """Add what ``stage_out`` brought to the sharded gradients; the first becomes them.
 
         Returns the parameters with hooks to call after accumulation.
         """
@@ -222,17 +222,17 @@ class ReductionQueue:
     """The reductions of one root, in launch order."""
 
     def __init__(self) -> None:
-        """Starts empty."""
+        """Start empty."""
         self._pending: list[_Pending] = []
         self._travelling: deque[_Pending] = deque()  # reductions with their own inputs
         self._sealed = 0
 
     def __len__(self) -> int:
-        """Returns how many were launched and not committed."""
+        """Return how many were launched and not committed."""
         return len(self._pending)
 
     def launch(self, setup: ReductionSetup, gradients: Gradients) -> None:
-        """Launches a reduction once there is room."""
+        """Launch a reduction once there is room."""
         while len(self._travelling) >= setup.config.inputs_in_flight:
             self._travelling.popleft().in_flight.land()
         used_here = [each is not None for each in gradients]
@@ -252,7 +252,7 @@ class ReductionQueue:
         return pending
 
     def commit(self) -> None:
-        """Waits for all of them and puts the sharded gradients in place."""
+        """Wait for all of them and put the sharded gradients in place."""
         pending = self._take_all()
         # Without streams an all-reduce is launched when its reduce-scatter is over. So all are
         # launched before the first is waited for, and they travel at the same time. A plain
@@ -285,11 +285,11 @@ class ReductionQueue:
                 emit(EventKind.REDUCE_DONE, name, rank=reduction.setup.rank)
 
     def seal(self) -> None:
-        """Declares that the backwards of all reductions so far ended well."""
+        """Declare that the backwards of all reductions so far ended well."""
         self._sealed = len(self._pending)
 
     def commit_sealed(self) -> None:
-        """Commits the reductions of backwards that ended well, and leaves the others."""
+        """Commit the reductions of backwards that ended well, and leave the others."""
         unsealed = self._pending[self._sealed :]
         self._pending = self._pending[: self._sealed]
         self.commit()
@@ -317,7 +317,7 @@ class SharedComm:
 
     @classmethod
     def of(cls, device: torch.device) -> SharedComm:
-        """Returns what a new root on ``device`` communicates through.
+        """Return what a new root on ``device`` communicates through.
 
         Without streams memory is kept for the next collective: new memory costs page faults there,
         and what an allocator keeps for others elsewhere.
@@ -340,7 +340,7 @@ def _read_masks(
 
 @torch.no_grad()
 def _call_hook(setup: ReductionSetup, output: torch.Tensor) -> None:
-    """Calls the user's function of a reduced buffer, on its stream."""
+    """Call the user's function of a reduced buffer, on its stream."""
     settings, streams = setup.settings, setup.config.streams
     assert settings.hook is not None, "there is one"
     stream = streams.all_reduce if settings.hook_stream is None else settings.hook_stream

@@ -41,7 +41,7 @@ def default_auto_wrap_policy(
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
     skip_params_check_for_root: bool = False,
 ) -> bool:
-    """Returns whether ``module`` is large enough to be wrapped, or to look below it.
+    """Return whether ``module`` is large enough to be wrapped, or to look below it.
 
     Its attributes ``FORCE_LEAF_MODULES`` and ``EXCLUDE_WRAP_MODULES`` are the defaults of two
     arguments; change them for all calls.
@@ -74,7 +74,7 @@ default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  
 def config_auto_wrap_policy(
     module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool = False
 ) -> bool:
-    """Returns whether ``module`` has a ``wrapper_config``; always True for looking below it."""
+    """Return whether ``module`` has a ``wrapper_config``; always True for looking below it."""
     return recurse or hasattr(module, _CONFIG)
 
 
@@ -85,7 +85,7 @@ def enable_wrap(
     wrapper_cls: Callable[..., nn.Module] = FullyShardedDataParallel,
     **wrapper_kwargs: Any,
 ) -> Iterator[None]:
-    """Makes ``wrap`` and ``auto_wrap`` wrap inside a ``with`` block.
+    """Make ``wrap`` and ``auto_wrap`` wrap inside a ``with`` block.
 
     Blocks may be nested; the innermost counts.
 
@@ -116,7 +116,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 def auto_wrap(
     module: nn.Module, auto_wrap_policy: Policy | None = None, **kwargs: Any
 ) -> nn.Module:
-    """Returns ``module`` after wrapping what a policy chooses of it, perhaps itself.
+    """Return ``module`` after wrapping what a policy chooses of it, perhaps itself.
 
     Outside of ``enable_wrap`` the module is returned as it is.
 
@@ -142,7 +142,7 @@ def auto_wrap(
 def _auto_wrap(
     module: nn.Module, policy: Policy, overrides: dict[str, Any], *, is_root: bool
 ) -> tuple[nn.Module, int]:
-    """Returns ``module``, wrapped or not, and how many elements are in wrappers now."""
+    """Return ``module``, wrapped or not, and how many elements are in wrappers now."""
     numel = sum(param.numel() for param in module.parameters())
     if not policy(module=module, recurse=True, unwrapped_params=numel, module_is_root=is_root):
         return module, 0
@@ -165,7 +165,7 @@ def auto_wrap_bn(
     wrap_it: bool = True,
     assert_on_collision: bool = True,
 ) -> nn.Module:
-    """Returns ``module`` with each batch norm in a wrapper of its own, in full precision.
+    """Return ``module`` with each batch norm in a wrapper of its own, in full precision.
 
     Every rank calls it.
 

@@ -14,7 +14,7 @@ __all__ = ["cast_buffers"]
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Casts floating-point buffers of ``module``, but those in wrappers below, to ``dtype``.
+    """Cast floating-point buffers of ``module``, but those in wrappers below, to ``dtype``.
 
     Returns:
         The earlier dtypes, by name.

@@ -18,7 +18,7 @@ __all__ = ["checkpoint_wrapper"]
 
 
 def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:
-    """Returns ``module``, whose forward keeps its inputs only, for backward to compute it again.
+    """Return ``module``, whose forward keeps its inputs only, for backward to compute it again.
 
     Statistics of batch norms count each forward once. Without gradients nothing changes.
 

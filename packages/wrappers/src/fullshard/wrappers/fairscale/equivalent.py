@@ -19,7 +19,7 @@ __all__ = ["equivalent_calls"]
 
 
 def equivalent_calls(model: nn.Module, name: str = "model") -> str:
-    """Returns the imports and calls that shard the unwrapped model as ``model`` is.
+    """Return the imports and calls that shard the unwrapped model as ``model`` is.
 
     Args:
         model: a wrapped model, or one that holds wrapped modules.
@@ -38,7 +38,7 @@ def equivalent_calls(model: nn.Module, name: str = "model") -> str:
 
 
 def _call(wrapper: FullyShardedDataParallel, path: str, name: str, imports: dict[str, str]) -> str:
-    """Returns one call; adds what it needs to ``imports``."""
+    """Return one call; add what it needs to ``imports``."""
     inside = ".".join(part for part in path.split(".") if part and part != WRAPPED)
     said = [f"{name}.get_submodule({inside!r})" if inside else name]
     for key, value in wrapper.call.items():
@@ -57,7 +57,7 @@ def _call(wrapper: FullyShardedDataParallel, path: str, name: str, imports: dict
 
 
 def _notes(wrapper: FullyShardedDataParallel) -> list[str]:
-    """Returns what the calls do not say."""
+    """Return what the calls do not say."""
     if not wrapper.buffer_dtypes:
         return []
     return [f"# and cast floating-point buffers to {wrapper.settings.buffer_dtype}"]

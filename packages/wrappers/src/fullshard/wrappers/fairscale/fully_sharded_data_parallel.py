@@ -84,7 +84,7 @@ class FullyShardedDataParallel(Wrapper):
         allow_reset_parameters: bool = False,
         **others: Any,
     ) -> None:
-        """Wraps ``module``; nothing is sent.
+        """Wrap ``module``; nothing is sent.
 
         Args:
             module: the module; it is changed in place and held. Wrap inner modules first.
@@ -129,7 +129,7 @@ class FullyShardedDataParallel(Wrapper):
         return cast(FSDPModule, self._fsdp_wrapped_module)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns a setting, or an attribute of the wrapped module, where the wrapper has none."""
+        """Return a setting, or an attribute of the wrapped module, where the wrapper has none."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -140,17 +140,17 @@ class FullyShardedDataParallel(Wrapper):
         return getattr(self._fsdp_wrapped_module, name)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters under the names of the unwrapped model."""
+        """Yield the parameters under the names of the unwrapped model."""
         for name, param in super().named_parameters(*args, **kwargs):
             yield name.replace(PART, ""), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the buffers under the names of the unwrapped model."""
+        """Yield the buffers under the names of the unwrapped model."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield name.replace(PART, ""), buffer
 
     def _below(self) -> list[FullyShardedDataParallel]:
-        """Returns the wrappers under this one, itself included."""
+        """Return the wrappers under this one, itself included."""
         return get_fsdp_instances(self)
 
     @property
@@ -164,7 +164,7 @@ class FullyShardedDataParallel(Wrapper):
         return list(dict.fromkeys(own_parameters(self).values()))
 
     def non_shared_params(self) -> list[nn.Parameter]:
-        """Returns ``params``: no parameter is appended to a second wrapper."""
+        """Return ``params``: no parameter is appended to a second wrapper."""
         return self.params
 
     @property
@@ -178,14 +178,14 @@ class FullyShardedDataParallel(Wrapper):
         return self._ranks.code
 
     def extra_repr(self) -> str:
-        """Shows rank, world size and settings; all of them if ``verbose``."""
+        """Show rank, world size and settings; all of them if ``verbose``."""
         shown = {"rank": self.rank, "world_size": self.world_size, **self.settings.shown}
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
     # -- training ---------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the wrapped module's forward returns."""
+        """Return what the wrapped module's forward returns."""
         output = self._fsdp_wrapped_module(*args, **kwargs)
         if self.settings.clear_autocast_cache:
             torch.clear_autocast_cache()
@@ -193,7 +193,7 @@ class FullyShardedDataParallel(Wrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients without communication inside a ``with`` block.
+        """Accumulate gradients without communication inside a ``with`` block.
 
         For this wrapper and those below. The first backward after it reduces the sum. Full
         gradients are kept until then.
@@ -205,7 +205,7 @@ class FullyShardedDataParallel(Wrapper):
             self._sharded.set_requires_gradient_sync(True)
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
-        """Divides summed gradients by ``pre * post`` instead of the number of ranks.
+        """Divide summed gradients by ``pre * post`` instead of the number of ranks.
 
         Args:
             pre: FairScale divides by it before the reduction.
@@ -227,7 +227,7 @@ class FullyShardedDataParallel(Wrapper):
 
     @contextmanager
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
-        """Gives the modules full parameters inside a ``with`` block; every rank enters it.
+        """Give the modules full parameters inside a ``with`` block; every rank enters it.
 
         Args:
             recurse: also those of wrappers below.
@@ -240,7 +240,7 @@ class FullyShardedDataParallel(Wrapper):
             yield
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> FullyShardedDataParallel:
-        """Calls ``fn`` with each module, children first, while its wrapper has full parameters.
+        """Call ``fn`` with each module, children first, while its wrapper has full parameters.
 
         Changes by ``fn`` are kept. Every rank calls it.
         """
@@ -249,7 +249,7 @@ class FullyShardedDataParallel(Wrapper):
         return self
 
     def reset_parameters(self) -> None:
-        """Calls ``reset_parameters()`` of the wrapped module, while it has full parameters.
+        """Call ``reset_parameters()`` of the wrapped module, while it has full parameters.
 
         Raises:
             RuntimeError: unless ``allow_reset_parameters=True`` was given.
@@ -264,7 +264,7 @@ class FullyShardedDataParallel(Wrapper):
     # -- state dicts ------------------------------------------------------------------------------
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns this rank's shards, as plain tensors under clean names; nothing is sent.
+        """Return this rank's shards, as plain tensors under clean names; nothing is sent.
 
         Takes the arguments of ``state_dict()``, which gives whole tensors.
         """
@@ -273,7 +273,7 @@ class FullyShardedDataParallel(Wrapper):
             return found
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Loads what ``local_state_dict()`` gave on this rank, of as many; nothing is sent.
+        """Load what ``local_state_dict()`` gave on this rank, of as many; nothing is sent.
 
         Args:
             state_dict: this rank's shards.
@@ -312,7 +312,7 @@ class FullyShardedDataParallel(Wrapper):
     def gather_full_optim_state_dict(
         self, optim: torch.optim.Optimizer, recipient_rank: int | None = 0, **ignored: Any
     ) -> dict[str, Any] | None:
-        """Returns the whole state of ``optim`` by names, on rank 0; None elsewhere.
+        """Return the whole state of ``optim`` by names, on rank 0; None elsewhere.
 
         Every rank calls it.
 
@@ -329,7 +329,7 @@ class FullyShardedDataParallel(Wrapper):
         return full or None
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> Any:
-        """Returns this rank's part of a full state dict, for ``optim.load_state_dict``.
+        """Return this rank's part of a full state dict, for ``optim.load_state_dict``.
 
         State dicts that FairScale saved are accepted too: it numbers parameters in an order of its
             own.
@@ -347,7 +347,7 @@ class FullyShardedDataParallel(Wrapper):
     # -- pickling ---------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what this rank holds, for pickling and copying; nothing is sent.
+        """Return what this rank holds, for pickling and copying; nothing is sent.
 
         Raises:
             TypeError: if the process group is not the default one, or a parameter is tied to one of
@@ -378,7 +378,7 @@ class FullyShardedDataParallel(Wrapper):
 
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
-    """Returns the wrappers under ``mod``, itself included, outer ones first.
+    """Return the wrappers under ``mod``, itself included, outer ones first.
 
     Args:
         mod: any module.

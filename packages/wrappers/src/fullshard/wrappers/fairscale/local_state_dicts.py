@@ -50,7 +50,7 @@ def consolidated(
     with_module_buffers: bool = True,
     strict: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Returns whole weights by name, of every rank's local state dict and metadata.
+    """Return whole weights by name, of every rank's local state dict and metadata.
 
     Args:
         shard_weights: ``local_state_dict()`` of each rank, in rank order.
@@ -102,7 +102,7 @@ def _without_padding(part: torch.Tensor, padding: int) -> torch.Tensor:
 def _split(
     key: str, parts: Sequence[torch.Tensor], said: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the parameters that the parts of ``key`` hold one after the other."""
+    """Yield the parameters that the parts of ``key`` hold one after the other."""
     names, shapes, numels = said["names"], said["shapes"], said["numels"]
     if shapes == [torch.Size(())]:  # every rank has the whole tensor
         parts = parts[:1]

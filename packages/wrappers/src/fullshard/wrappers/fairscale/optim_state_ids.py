@@ -17,7 +17,7 @@ _MAP, _UNCOLLECTED = "param_id_map", "uncollected_local_ids"  # keys that FairSc
 
 
 def with_names(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns a full optimizer state dict by names; one that FairScale did not save as it is.
+    """Return a full optimizer state dict by names; one that FairScale did not save as it is.
 
     Args:
         state_dict: whole tensors, by number or by name.
@@ -52,5 +52,5 @@ def with_names(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str,
 
 
 def _first(value: Any) -> Any:
-    """Returns the value; of numbers that each rank had as a tensor, the first."""
+    """Return the value; of numbers that each rank had as a tensor, the first."""
     return value[0] if isinstance(value, list) and isinstance(value[0], torch.Tensor) else value

@@ -29,7 +29,7 @@ def own_parameters(wrapper: Wrapper) -> dict[str, nn.Parameter]:
 
 
 def own_parameters_below(wrapper: Wrapper) -> dict[str, dict[str, nn.Parameter]]:
-    """Returns the own parameters of ``wrapper`` and of each below it, by its path."""
+    """Return the own parameters of ``wrapper`` and of each below it, by its path."""
     return {
         f"{path}.".replace(PART, "").removesuffix("."): own_parameters(each)
         for path, each in wrapper.named_modules()
@@ -38,7 +38,7 @@ def own_parameters_below(wrapper: Wrapper) -> dict[str, dict[str, nn.Parameter]]
 
 
 def names_in_order(wrapper: Wrapper) -> list[str]:
-    """Returns one name of each parameter, in the order in which FairScale numbers them."""
+    """Return one name of each parameter, in the order in which FairScale numbers them."""
     found: dict[int, str] = {}
     for path, own in own_parameters_below(wrapper).items():
         for name, param in own.items():

@@ -35,7 +35,7 @@ class Shards:
 
 
 def take_apart(module: nn.Module, wrapper_cls: type[nn.Module]) -> Shards:
-    """Returns a copy of ``module`` that pickles; it shares what is not a sharded parameter.
+    """Return a copy of ``module`` that pickles; it shares what is not a sharded parameter.
 
     Args:
         module: what was given to ``fully_shard``.
@@ -104,7 +104,7 @@ def _class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns the attributes of ``module`` without what ``fully_shard`` put there."""
+    """Return the attributes of ``module`` without what ``fully_shard`` put there."""
     attributes = {
         name: value.copy() if isinstance(value, dict) else value
         for name, value in vars(module).items()
@@ -128,7 +128,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def put_together(shards: Shards) -> None:
-    """Gives ``shards.module``, which was given to ``fully_shard`` again, its parameters."""
+    """Give ``shards.module``, which was given to ``fully_shard`` again, its parameters."""
     for module, name, local in shards.parts:
         sharded = module._parameters[name]
         assert isinstance(sharded, DTensor), "fully_shard makes DTensors"

@@ -38,7 +38,7 @@ class ReduceScatterBucketer:
     """
 
     def __init__(self, bucket_cap_mb: float = 25) -> None:
-        """Makes a bucketer in which nothing waits.
+        """Make a bucketer in which nothing waits.
 
         Args:
             bucket_cap_mb: MiB of input, over all ranks' parts, that share a launch; 0 or less:
@@ -87,12 +87,12 @@ class ReduceScatterBucketer:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Launches what waits, and returns once every callback was called."""
+        """Launch what waits, and return once every callback was called."""
         for key in self._buckets:
             self._empty(key)
 
     def teardown(self) -> None:
-        """Forgets process groups and devices; the next call may be of others.
+        """Forget process groups and devices; the next call may be of others.
 
         Raises:
             RuntimeError: if results are still waiting.

@@ -108,7 +108,7 @@ class FairScaleSettings:
     allow_reset_parameters: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the arguments, and fills in those that follow from others.
+        """Check the arguments, and fill in those that follow from others.
 
         Raises:
             TypeError: if one is of the wrong type.
@@ -179,7 +179,7 @@ class FairScaleSettings:
                 object.__setattr__(self, name, value)
 
     def require_dtypes(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Returns if ``params`` are computed in ``compute_dtype``.
+        """Return if ``params`` are computed in ``compute_dtype``.
 
         Raises:
             ValueError: naming one that is not.
@@ -194,7 +194,7 @@ class FairScaleSettings:
                 )
 
     def ranks(self) -> Ranks:
-        """Returns where to communicate.
+        """Return where to communicate.
 
         Raises:
             RuntimeError: if ``torch.distributed`` was not initialised.
@@ -203,7 +203,7 @@ class FairScaleSettings:
         return ranks_of(self.process_group, None, ShardingStrategy.FULL_SHARD, self.compute_device)
 
     def call(self, ranks: Ranks) -> dict[str, Any]:
-        """Returns the arguments of ``fully_shard`` that these become; defaults are left out."""
+        """Return the arguments of ``fully_shard`` that these become; defaults are left out."""
         arguments: dict[str, Any] = {}
         if ranks.mesh is not None:
             arguments["mesh"] = ranks.mesh

@@ -35,7 +35,7 @@ class _Wrapper(Protocol):
 
 
 def attach_state_dict_hooks(wrapper: nn.Module) -> None:
-    """Makes ``state_dict()`` and ``load_state_dict()`` of ``wrapper`` speak FairScale."""
+    """Make ``state_dict()`` and ``load_state_dict()`` of ``wrapper`` speak FairScale."""
     attach_hooks(wrapper, _after_save, _before_load)
 
 
@@ -81,7 +81,7 @@ def _before_load(module: _Wrapper, state_dict: dict[str, Any], prefix: str, *arg
 
 
 def _as_part(param: DTensor, value: torch.Tensor, name: str) -> torch.Tensor:
-    """Returns this rank's shard ``value`` as a ``DTensor``."""
+    """Return this rank's shard ``value`` as a ``DTensor``."""
     expected = param.to_local().shape
     if value.shape != expected:
         raise ValueError(

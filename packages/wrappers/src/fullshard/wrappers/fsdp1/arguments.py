@@ -50,7 +50,7 @@ class Fsdp1Arguments:
     device_mesh: Any
 
     def __post_init__(self) -> None:
-        """Checks what needs no other argument, and takes torch's own objects by their fields.
+        """Check what needs no other argument, and take torch's own objects by their fields.
 
         Raises:
             TypeError: if an argument is of the wrong type.
@@ -82,7 +82,7 @@ class Fsdp1Arguments:
         return cast(CPUOffload, self.cpu_offload or CPUOffload())
 
     def for_children(self, ranks: Ranks, ignored: Ignored) -> dict[str, Any]:
-        """Returns the keyword arguments with which modules below are wrapped."""
+        """Return the keyword arguments with which modules below are wrapped."""
         child = replace(
             self,
             auto_wrap_policy=None,
@@ -94,7 +94,7 @@ class Fsdp1Arguments:
         return {each.name: getattr(child, each.name) for each in fields(child)}
 
     def call(self, ranks: Ranks, ignored: Ignored) -> ShardingCall:
-        """Returns what they become."""
+        """Return what they become."""
         replicates = self.strategy is ShardingStrategy.NO_SHARD
         found: dict[str, Any] = {}
         if ranks.mesh is not None:
@@ -133,5 +133,5 @@ class ShardingCall:
         return "replicate" if self.replicates else "fully_shard"
 
     def __call__(self, module: nn.Module) -> FSDPModule:
-        """Returns ``module``, sharded."""
+        """Return ``module``, sharded."""
         return (replicate if self.replicates else fully_shard)(module, **self.arguments)

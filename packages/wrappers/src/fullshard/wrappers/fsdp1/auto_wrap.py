@@ -29,7 +29,7 @@ class _Chooser(Protocol):
     """A policy that is asked once per module, and may give arguments."""
 
     def overrides_for(self, module: nn.Module) -> dict[str, Any] | None:
-        """Returns the arguments that differ from the root's; None for a module not to wrap."""
+        """Return the arguments that differ from the root's; None for a module not to wrap."""
         ...
 
 
@@ -51,12 +51,12 @@ class AutoWrap:
     _wrapped: dict[nn.Module, nn.Module] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Takes torch's own ``CustomPolicy``, which only its own FSDP1 can ask, by its function."""
+        """Take torch's own ``CustomPolicy``, which only its own FSDP1 can ask, by its function."""
         if torchs_class(self.policy) == "CustomPolicy":
             object.__setattr__(self, "policy", CustomPolicy(function_of_policy(self.policy)))
 
     def run(self, root: nn.Module) -> None:
-        """Replaces the chosen modules under ``root`` by wrapped ones; not ``root`` itself.
+        """Replace the chosen modules under ``root`` by wrapped ones; not ``root`` itself.
 
         Raises:
             TypeError: if the policy cannot be called.
@@ -94,7 +94,7 @@ class AutoWrap:
         return bool(self.policy(module=module, recurse=recurse, nonwrapped_numel=numel))
 
     def _count_below(self, parent: nn.Module) -> int:
-        """Wraps under ``parent``; returns how many elements are wrapped."""
+        """Wrap under ``parent``; return how many elements are wrapped."""
         return sum(self._count(parent, name, child) for name, child in self._children(parent))
 
     def _count(self, parent: nn.Module, name: str, child: nn.Module) -> int:
@@ -114,7 +114,7 @@ class AutoWrap:
         return below
 
     def _keep_precision_below(self, parent: nn.Module, seen: set[nn.Module]) -> None:
-        """Wraps what is kept in full precision where the policy does not look."""
+        """Wrap what is kept in full precision where the policy does not look."""
         for name, child in self._children(parent):
             if child in seen:
                 continue
@@ -124,7 +124,7 @@ class AutoWrap:
                 self._wrap(parent, name, child, {})
 
     def _numel(self, module: nn.Module) -> int:
-        """Returns how many elements under ``module`` are in no instance made before this walk."""
+        """Return how many elements under ``module`` are in no instance made before this walk."""
         skipped = {id(param) for param in self.ignored.params}
         for sub in module.modules():
             if isinstance(sub, FSDPModule):
@@ -134,7 +134,7 @@ class AutoWrap:
     # -- both -------------------------------------------------------------------------------------
 
     def _children(self, parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the children that may be wrapped; a module held twice comes twice."""
+        """Yield the children that may be wrapped; a module held twice comes twice."""
         for name, child in list(parent._modules.items()):
             if child is None or child in self.ignored.modules:
                 continue
@@ -155,7 +155,7 @@ class AutoWrap:
     def _wrap(
         self, parent: nn.Module, name: str, child: nn.Module, overrides: dict[str, Any]
     ) -> bool:
-        """Puts a wrapped ``child`` into its place; False for a container without a forward."""
+        """Put a wrapped ``child`` into its place; False for a container without a forward."""
         if type(child).forward is nn.Module.forward:
             return False
         arguments = {**self.arguments, **overrides}

@@ -43,7 +43,7 @@ class _Values:
     instance: Instance
 
     def to(self, dtype: torch.dtype) -> _Values:
-        """Returns them cast; setting them as ``data`` does it."""
+        """Return them cast; setting them as ``data`` does it."""
         return replace(self, dtype=dtype)
 
     def size(self) -> torch.Size:
@@ -63,7 +63,7 @@ class FlatParameter:
     """All parameters of one instance."""
 
     def __init__(self, instance: Instance) -> None:
-        """Looks at them whenever it is asked."""
+        """Look at them whenever it is asked."""
         self._instance = instance
         self._local_shard = self.data  # setting it changes nothing
 
@@ -95,5 +95,5 @@ class FlatParameter:
 
     @data.setter
     def data(self, values: _Values) -> None:
-        """Casts them to the dtype of ``values``."""
+        """Cast them to the dtype of ``values``."""
         self._instance.convert_parameters(values.dtype)

@@ -25,7 +25,7 @@ class ForwardOrder:
     """The order of one root's instances."""
 
     def __init__(self, names: Sequence[Sequence[str]], ranks: Ranks) -> None:
-        """Starts before the first iteration.
+        """Start before the first iteration.
 
         Args:
             names: per instance, the full names of its own parameters.
@@ -58,7 +58,7 @@ class ForwardOrder:
             self._position = -1
 
     def visit(self, instance: int) -> None:
-        """Takes notice that an instance's forward begins.
+        """Take notice that an instance's forward begins.
 
         Raises:
             RuntimeError: on every rank, in the first iteration, if another is at another instance.

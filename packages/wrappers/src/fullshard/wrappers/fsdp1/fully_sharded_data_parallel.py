@@ -65,7 +65,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        """Wraps ``module``, and before that what ``auto_wrap_policy`` chooses under it.
+        """Wrap ``module``, and before that what ``auto_wrap_policy`` chooses under it.
 
         Communicates only for ``sync_module_states`` and to make meshes of process groups.
 
@@ -150,7 +150,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
         return wrapped if inside is None else inside
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the wrapped module, where the wrapper has none."""
+        """Return an attribute of the wrapped module, where the wrapper has none."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -161,7 +161,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the wrapper, and then the modules inside under the names they have unwrapped.
+        """Yield the wrapper, and then the modules inside under the names they have unwrapped.
 
         Therefore the names of parameters and buffers are clean: those of the unwrapped model.
         """
@@ -175,7 +175,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Returns all instances under ``module``, itself included; or only the outermost.
+        """Return all instances under ``module``, itself included; or only the outermost.
 
         Raises:
             TypeError: if ``module`` is no module.
@@ -189,7 +189,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
         return [each for each in found if each not in inside]
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> FullyShardedDataParallel:
-        """Calls ``fn`` with each module, children first, while all have full parameters.
+        """Call ``fn`` with each module, children first, while all have full parameters.
 
         Changes by ``fn`` are kept. Every rank calls it.
         """
@@ -207,7 +207,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
     # -- forward ----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the wrapped module's forward returns.
+        """Return what the wrapped module's forward returns.
 
         Raises:
             RuntimeError: if forward orders are compared (``TORCH_DISTRIBUTED_DEBUG=DETAIL``) and
@@ -231,12 +231,12 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
         return output
 
     def check_is_root(self) -> bool:
-        """Returns whether this is the outermost instance; makes it so if none has run yet."""
+        """Return whether this is the outermost instance; make it so if none has run yet."""
         self._root()
         return self.instance.is_root
 
     def _root(self) -> Root:
-        """Returns what it shares with all under its root, which it becomes if it has none."""
+        """Return what it shares with all under its root, which it becomes if it has none."""
         if self.instance.root is None:
             instances = self.fsdp_modules(self)
             names = {param: name for name, param in self.named_parameters()}
@@ -251,7 +251,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients without communication inside a ``with`` block.
+        """Accumulate gradients without communication inside a ``with`` block.
 
         For this instance and those below. The first backward after it reduces the sum. Full
         gradients stay in memory until then.
@@ -266,7 +266,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
                 each.instance.synchronise(synchronises)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Makes ``hook`` reduce the gradients, of this instance and those below.
+        """Make ``hook`` reduce the gradients, of this instance and those below.
 
         Args:
             state: what it is called with first: for those of ``fullshard.wrappers.comm_hooks``
@@ -296,7 +296,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
             reduce_by_hook(each.sharded, hook, state)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
-        """Returns the norm of all gradients together, after scaling them to ``max_norm`` at most.
+        """Return the norm of all gradients together, after scaling them to ``max_norm`` at most.
 
         As the method of ``Wrapper``, but the norm comes in the dtype of the gradients, the widest
         if they differ.
@@ -317,7 +317,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Gives ``module`` full parameters inside a ``with`` block; every rank enters it.
+        """Give ``module`` full parameters inside a ``with`` block; every rank enters it.
 
         The full parameters are plain tensors in their stored dtype, under clean names.
 

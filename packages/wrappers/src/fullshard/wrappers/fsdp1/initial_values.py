@@ -24,7 +24,7 @@ def materialise(
     param_init_fn: Callable[[nn.Module], None] | None,
     device: torch.device,
 ) -> None:
-    """Gives memory and values to what is on the meta device; does nothing if nothing is.
+    """Give memory and values to what is on the meta device; do nothing if nothing is.
 
     Args:
         module: the module about to be wrapped.
@@ -116,7 +116,7 @@ def synchronise(module: nn.Module, ignored: Ignored, ranks: Ranks) -> None:
 
 
 def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the plain tensors that a tensor subclass is made of; ``tensor`` if it is plain."""
+    """Return the plain tensors that a tensor subclass is made of; ``tensor`` if it is plain."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return [tensor]

@@ -57,7 +57,7 @@ class Root:
     def of(
         cls, root: Instance, instances: Sequence[Instance], names: Mapping[nn.Parameter, str]
     ) -> Root:
-        """Returns what ``instances`` share.
+        """Return what ``instances`` share.
 
         Forward orders are compared where torch was asked for all that it can check.
 
@@ -159,11 +159,11 @@ class Instance:
         )
 
     def own_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the modules of its group by name: not those ignored or in other instances."""
+        """Yield the modules of its group by name: not those ignored or in other instances."""
         return managed_modules(self.module, self.ignored.modules)
 
     def own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters of its group by name, tied ones more than once."""
+        """Yield the parameters of its group by name, tied ones more than once."""
         for prefix, module in self.own_modules():
             for name, param in module.named_parameters(recurse=False):
                 if param not in self.ignored.params:
@@ -189,7 +189,7 @@ class Instance:
                     module._buffers[name] = buffer.to(dtype)
 
     def synchronise(self, synchronises: bool) -> None:
-        """Turns the reduction of gradients on or off.
+        """Turn the reduction of gradients on or off.
 
         Off, a strategy that keeps parameters until backward keeps them after it as well.
         """
@@ -199,7 +199,7 @@ class Instance:
             self.sharded.set_reshard_after_backward(synchronises, recurse=False)
 
     def check_takes_hook(self) -> None:
-        """Returns if a communication hook may be registered.
+        """Return if a communication hook may be registered.
 
         Raises:
             ValueError: with a hybrid strategy.
@@ -214,7 +214,7 @@ class Instance:
             raise RuntimeError("a communication hook was registered before; register one, once")
 
     def keep_low_precision_grads(self) -> None:
-        """Leaves gradients in the dtype in which they were reduced."""
+        """Leave gradients in the dtype in which they were reduced."""
         precision = self.arguments.precision
         dtype = precision.low_precision
         if not precision.keep_low_precision_grads or dtype is None:

@@ -65,7 +65,7 @@ def ranks_of(
     strategy: ShardingStrategy,
     device_id: int | torch.device | None,
 ) -> Ranks:
-    """Returns what the three arguments of a constructor say together.
+    """Return what the three arguments of a constructor say together.
 
     Raises:
         RuntimeError: if ``torch.distributed`` was not initialised.
@@ -140,7 +140,7 @@ def _from_group(
 
 
 def _from_pair(pair: object, kind: str) -> Ranks:
-    """Returns the mesh of (the ranks that shard, the ranks that replicate)."""
+    """Return the mesh of (the ranks that shard, the ranks that replicate)."""
     if not (
         isinstance(pair, (tuple, list))
         and len(pair) == 2
@@ -174,7 +174,7 @@ _nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], Devic
 
 
 def _by_node(strategy: ShardingStrategy, kind: str) -> Ranks:
-    """Returns the mesh that shards inside each node; made once."""
+    """Return the mesh that shards inside each node; made once."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialised"
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or torch.accelerator.device_count()
@@ -223,7 +223,7 @@ def _device_kind(
 
 
 def _device_of(kind: str, device_id: int | torch.device | None) -> torch.device:
-    """Returns the device of this process of that kind."""
+    """Return the device of this process of that kind."""
     if kind == "cpu":
         return torch.device("cpu")
     current = torch.get_device_module(kind).current_device()

@@ -23,12 +23,12 @@ class HookedReduceScatter(ReduceScatter):
     """A reduce-scatter that is what a hook does."""
 
     def __init__(self, hook: Callable[..., Any], state: object) -> None:
-        """Takes the hook and what it is called with first."""
+        """Take the hook and what it is called with first."""
         self._hook = hook
         self._state = state
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a tensor from the caching allocator."""
+        """Return a tensor from the caching allocator."""
         return torch.empty(size, dtype=dtype, device=device)
 
     @torch.no_grad()
@@ -40,7 +40,7 @@ class HookedReduceScatter(ReduceScatter):
         op: ReduceOp,
         async_op: bool = False,
     ) -> None:
-        """Calls the hook with its state, the input and the output.
+        """Call the hook with its state, the input and the output.
 
         With aliases of both: hooks put tensors of other dtypes into their arguments' ``data``.
         """
@@ -50,7 +50,7 @@ class HookedReduceScatter(ReduceScatter):
 
 
 def reduce_by_hook(module: FSDPModule, hook: Callable[..., Any], state: object) -> None:
-    """Makes the gradients of ``module``'s own group be reduced by ``hook``. Not recursive.
+    """Make the gradients of ``module``'s own group be reduced by ``hook``. Not recursive.
 
     Args:
         module: a module given to ``fully_shard`` on a 1-D mesh, or to ``replicate``.
@@ -80,6 +80,6 @@ def _in_place(hook: Callable[..., Any], state: object) -> Callable[[torch.Tensor
 
 
 def _keep(alias: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copies into ``tensor`` what was put into the ``data`` of its alias, if anything was."""
+    """Copy into ``tensor`` what was put into the ``data`` of its alias, if anything was."""
     if alias.data_ptr() != tensor.data_ptr() or alias.dtype != tensor.dtype:
         tensor.copy_(alias)

@@ -90,7 +90,7 @@ class MixedPrecision:
     _module_classes_to_ignore: Sequence[type[nn.Module]] = BATCH_NORMS
 
     def __post_init__(self) -> None:
-        """Checks the fields.
+        """Check the fields.
 
         Raises:
             TypeError: if a dtype is not a floating-point ``torch.dtype`` or None, a flag not a
@@ -122,7 +122,7 @@ class MixedPrecision:
         return self.reduce_dtype or self.param_dtype
 
     def policy(self) -> MixedPrecisionPolicy | None:
-        """Returns the ``mp_policy`` of ``fully_shard``; None where dtypes stay as they are.
+        """Return the ``mp_policy`` of ``fully_shard``; None where dtypes stay as they are.
 
         Inputs are cast by the wrapper, as which instance is the root is known later.
         """
@@ -135,7 +135,7 @@ class MixedPrecision:
         )
 
     def input_dtype(self, *, is_root: bool) -> torch.dtype | None:
-        """Returns the dtype to which inputs are cast; None: as they come."""
+        """Return the dtype to which inputs are cast; None: as they come."""
         casts = self.cast_root_forward_inputs if is_root else self.cast_forward_inputs
         return self.param_dtype if casts else None
 
@@ -151,7 +151,7 @@ class FullPrecisionInside(MixedPrecision):
     output_dtype: torch.dtype | None = None
 
     def policy(self) -> MixedPrecisionPolicy | None:
-        """Returns the ``mp_policy`` of ``fully_shard``."""
+        """Return the ``mp_policy`` of ``fully_shard``."""
         return MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=self.output_dtype)
 
 
@@ -170,7 +170,7 @@ _K = TypeVar("_K")
 
 
 def require_kind(name: str, value: object, kind: type[_K]) -> _K:
-    """Returns ``value``, which is a ``kind``; for torch's own class of that name, ours.
+    """Return ``value``, which is a ``kind``; for torch's own class of that name, ours.
 
     Raises:
         TypeError: if it is neither.
@@ -182,12 +182,12 @@ def require_kind(name: str, value: object, kind: type[_K]) -> _K:
 
 
 def offload_policy_of(offload: CPUOffload | None) -> CPUOffloadPolicy | None:
-    """Returns the ``offload_policy`` of ``fully_shard``; None where nothing is offloaded."""
+    """Return the ``offload_policy`` of ``fully_shard``; None where nothing is offloaded."""
     return CPUOffloadPolicy() if offload is not None and offload.offload_params else None
 
 
 def prefetch_policy_of(backward: BackwardPrefetch | None, *, forward: bool) -> Any:
-    """Returns the ``prefetch_policy`` of ``fully_shard``; None where that is its default.
+    """Return the ``prefetch_policy`` of ``fully_shard``; None where that is its default.
 
     Gathering after the present gradients is gathering on demand: the next module's backward asks
         for the parameters at once, and the reduction continues at the same time.

@@ -17,7 +17,7 @@ _USAGE = "usage: python -m fullshard.wrappers.install [-m module | script.py] [a
 
 
 def main(arguments: list[str]) -> None:
-    """Runs what the command line names, as ``python`` would, on fullshard.
+    """Run what the command line names, as ``python`` would, on fullshard.
 
     Raises:
         SystemExit: if it names nothing to run.

@@ -48,7 +48,7 @@ class Binding:
         return f"{self.module.__module__}.{self.module.__qualname__}"
 
     def put(self) -> None:
-        """Makes the name mean ours."""
+        """Make the name mean ours."""
         setattr(self.module, self.name, self.after)
 
     def put_back(self) -> None:
@@ -97,7 +97,7 @@ _bindings: list[Binding] = []
 
 
 def install() -> Installed:
-    """Returns what was replaced, after putting ours wherever torch's own FSDP is looked up.
+    """Return what was replaced, after putting ours wherever torch's own FSDP is looked up.
 
     Names are replaced in ``torch.distributed.fsdp``, ``torch.distributed._composable``, the state
     dict helpers of ``torch.distributed.checkpoint``, and every module imported so far that holds
@@ -128,7 +128,7 @@ def install() -> Installed:
 
 
 def uninstall() -> None:
-    """Puts back all that ``install`` replaced.
+    """Put back all that ``install`` replaced.
 
     A module that was imported in between keeps ours, which it found by itself.
     """
@@ -145,7 +145,7 @@ def _add(binding: Binding) -> None:
 
 
 def _modules() -> Iterator[ModuleType]:
-    """Yields the places in torch, and every module that is neither torch's nor ours."""
+    """Yield the places in torch, and every module that is neither torch's nor ours."""
     for name, module in list(sys.modules.items()):
         top = name.partition(".")[0]
         if isinstance(module, ModuleType) and (name in PLACES or top not in ("torch", "fullshard")):

@@ -54,7 +54,7 @@ def bound_before() -> None:
 
 
 def pairs() -> list[tuple[object, object]]:
-    """Returns torch's objects, each with ours."""
+    """Return torch's objects, each with ours."""
     found: list[tuple[object, object]] = []
     for place, doors in _OURS:
         theirs, ours = vars(import_module(place)), vars(import_module(doors))
@@ -85,7 +85,7 @@ def added() -> list[tuple[Any, str, object]]:
 
 
 def helpers() -> list[tuple[str, str, object]]:
-    """Returns module, name and what to put there, for what only one module of torch looks up."""
+    """Return module, name and what to put there, for what only one module of torch looks up."""
     ours = vars(import_module(_STAGES))["PipelineStage"]
     stage = ("torch.distributed.pipelining.stage", "PipelineStage", ours)
     return [stage, *checkpoint_helpers(fsdp1.FullyShardedDataParallel, fsdp1.ShardingStrategy)]

@@ -1,1 +1,1 @@
-"""Memory of a planned step: storages, their owners, and memory inside operations and collectives."""
+"""Memory of a planned step: storages, their owners, and memory inside operations."""

@@ -159,19 +159,19 @@ class Ledger(DispatchMode):
         return categories
 
     def __enter__(self) -> Self:
-        """Begins to look."""
+        """Begin to look."""
         self._following = ExitStack()
         self._following.enter_context(self._storages.followed())
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Looks no more."""
+        """Look no more."""
         super().__exit__(*error)
         self._following.close()
 
     def restart(self) -> None:
-        """Forgets the peak and the course, but not what is alive.
+        """Forget the peak and the course, but not what is alive.
 
         Collects garbage first: what cycles of references keep depends on when Python looks.
         """
@@ -220,7 +220,7 @@ class Ledger(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Runs the operation, then looks."""
+        """Run the operation, then look."""
         found = answer(func, args)  # most calls are questions for a device
         if found is not None:
             return found

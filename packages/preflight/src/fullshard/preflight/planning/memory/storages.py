@@ -121,7 +121,7 @@ class Storages:
                 self._changed(number, 0)
 
     def keep_on_host(self, tensor: torch.Tensor) -> None:
-        """Notes that a tensor's memory is the host's."""
+        """Note that a tensor's memory is the host's."""
         self.has_host = True
         self.number(tensor)
         entry = self._known[storage_address(tensor.untyped_storage())]

@@ -77,7 +77,7 @@ class StepLook:
     # -- steps made again -------------------------------------------------------------------------
 
     def _stepped(self, start: Start, **options: Any) -> Stepped | None:
-        """Steps on these tensors; None if they fail, as those of optimizers that communicate."""
+        """Step on these tensors; None if they fail, as those of optimizers that communicate."""
         try:
             with Alone("the optimizer", "It cannot be looked at closer"):
                 return Stepped(self._program, start, self._updates.trained, **options)

@@ -58,7 +58,7 @@ class Comparison:
         return max(both, key=lambda each: each.excess, default=None)
 
     def forget_updates(self, names: Iterable[str]) -> None:
-        """Takes back what was found of the updates of some parameters."""
+        """Take back what was found of the updates of some parameters."""
         unknown = set(names)
 
         def is_known(found: Difference) -> bool:
@@ -115,7 +115,7 @@ class Comparison:
             self._note(Phase.BUILD, name, math.inf, 0.0, module=module_of(name))
 
     def prints(self, phase: Phase, name: str, came: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Compares a parameter with a fingerprint of what it was."""
+        """Compare a parameter with a fingerprint of what it was."""
         print_ = fingerprint(came)
         allowed = self._tolerance.relative
         if phase is Phase.BUILD:
@@ -123,7 +123,7 @@ class Comparison:
         self._note(phase, name, parts(print_, wanted), allowed, module_of(name))
 
     def missing(self, why: str, module: str) -> None:
-        """Notes a gradient that only one run, or only some ranks, have; ``why`` says which."""
+        """Note a gradient that only one run, or only some ranks, have; ``why`` says which."""
         self._note(Phase.MISSING, why, math.inf, 0.0, module=module)
 
     def tensors(
@@ -134,7 +134,7 @@ class Comparison:
         wanted: torch.Tensor | None,
         start: torch.Tensor | None = None,
     ) -> None:
-        """Compares two tensors; None stands for zeros. ``start``: before the first update."""
+        """Compare two tensors; None stands for zeros. ``start``: before the first update."""
         if came is None and wanted is None:
             return
         if came is None or wanted is None:
@@ -209,7 +209,7 @@ class Comparison:
         beside: float,
         locate: Callable[[], str],
     ) -> None:
-        """Compares what a layer returned, or handed back, with what it does when run again.
+        """Compare what a layer returned, or handed back, with what it does when run again.
 
         Args:
             phase: which of the two.
@@ -278,7 +278,7 @@ class Comparison:
 
 
 def rms(tensors: Iterable[torch.Tensor | None]) -> float:
-    """Returns the root of the mean square of all elements; 0 of none."""
+    """Return the root of the mean square of all elements; 0 of none."""
     found = [each for each in tensors if each is not None and each.is_floating_point()]
     numel = sum(each.numel() for each in found)
     total = sum(float(each.double().square().sum()) for each in found)

@@ -84,7 +84,7 @@ class Recorder:
             yield
 
     def watching(self) -> TorchFunctionMode:
-        """Returns a context that notes parameters used outside the layers; for the forward."""
+        """Return a context that notes parameters used outside the layers; for the forward."""
         return _Watch(self._note_outside)
 
     def _before(
@@ -173,7 +173,7 @@ class Replay:
 
 
 def replay(layer: nn.Module, call: Call, device: torch.device) -> Replay:
-    """Runs a call again, forward and backward; gradients of parameters add up in ``layer``."""
+    """Run a call again, forward and backward; gradients of parameters add up in ``layer``."""
     given = torch.load(io.BytesIO(call.given), map_location=device, weights_only=False)
     floating = [each.dtype for each in layer.parameters() if each.is_floating_point()]
     leaves: dict[int, torch.Tensor] = {}
@@ -236,7 +236,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _require_plain(name: str, value: Any, does: str) -> None:
-    """Returns if no tensor is distributed: alone on one rank a layer can have no such."""
+    """Return if no tensor is distributed: alone on one rank a layer can have no such."""
     if any(isinstance(each, DTensor) for each in _tensors(value)):
         raise TypeError(
             f"layer {name} {does} a DTensor, as tensor parallel modules do; pass layers=, a "

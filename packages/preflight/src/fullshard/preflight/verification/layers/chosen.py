@@ -14,7 +14,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def layer_names(model: nn.Module, choose: Choose | None = None) -> list[str]:
-    """Returns the names of the layers, in the order of the modules; no layer contains another.
+    """Return the names of the layers, in the order of the modules; no layer contains another.
 
     By default the layers are the elements of the outermost lists of modules, and the largest
     modules that contain no such list.

@@ -48,7 +48,7 @@ class Layers:
         self.owners = Counter(name for each in self.names for name in self.params_of(each))
 
     def _require_eager(self) -> None:
-        """Returns if no module is compiled: what a compiled one does is not seen by hooks."""
+        """Return if no module is compiled: what a compiled one does is not seen by hooks."""
         for name, module in self.sharded.model.named_modules():
             if is_compiled(module):
                 raise TypeError(
@@ -113,7 +113,7 @@ class Layers:
         values: dict[str, nn.Parameter],
         buffers: dict[str, torch.Tensor],
     ) -> None:
-        """Gives one module its parameters, buffers and other tensors; the rest is as it was."""
+        """Give one module its parameters, buffers and other tensors; the rest is as it was."""
         ours = self.modules[where]
         module.train(ours.training)
         for key, _ in list(module.named_parameters(recurse=False, remove_duplicate=False)):

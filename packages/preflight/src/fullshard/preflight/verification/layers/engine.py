@@ -52,7 +52,7 @@ __all__ = ["run_by_layer"]
 
 
 def run_by_layer(program: Program, stretch: float, look: Look) -> Outcome:
-    """Trains sharded and compares each layer, to the first step that differs; same everywhere.
+    """Train sharded and compare each layer, to the first step that differs; same everywhere.
 
     Raises:
         Exception: what the user's functions raise; other ranks raise a ``RuntimeError`` about it.
@@ -261,7 +261,7 @@ class _ByLayer:
         calls: list[Call],
         traces: list[Trace],
     ) -> bool:
-        """Runs all ranks' calls of a layer again on rank 0; returns whether any rank called it."""
+        """Run all ranks' calls of a layer again on rank 0; return whether any rank called it."""
         ran = False
         self._after = {}
         for rank, trace in enumerate(traces):
@@ -337,7 +337,7 @@ class _ByLayer:
     def _add(
         self, sums: dict[str, torch.Tensor | None], name: str, layer: nn.Module | None
     ) -> None:
-        """Adds the mean over ranks of a layer's gradients, by the sharded model's names."""
+        """Add the mean over ranks of a layer's gradients, by the sharded model's names."""
         if layer is None:
             return
         for inner, param in layer.named_parameters():

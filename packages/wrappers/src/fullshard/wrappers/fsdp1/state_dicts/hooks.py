@@ -27,7 +27,7 @@ __all__ = ["attach_state_dict_hooks"]
 
 
 def attach_state_dict_hooks(wrapper: Given) -> None:
-    """Makes ``state_dict()`` and ``load_state_dict()`` of ``wrapper`` what it is set to."""
+    """Make ``state_dict()`` and ``load_state_dict()`` of ``wrapper`` what it is set to."""
     attach_hooks(wrapper, _after_save, _before_load)
 
 
@@ -75,7 +75,7 @@ class _Saved:
         self._done: dict[int, Any] = {}
 
     def keep(self, name: str, value: Any) -> bool:
-        """Puts what is saved for ``value`` into ``last``; returns whether this rank saves it."""
+        """Put what is saved for ``value`` into ``last``; return whether this rank saves it."""
         tie = self._ties.get(name)
         if tie is not None and tie in self._done:
             self.last = self._done[tie]
@@ -112,7 +112,7 @@ def _before_load(module: Given, state_dict: dict[str, Any], prefix: str, *args: 
 
 
 def _as_stored(name: str, param: DTensor, value: torch.Tensor, *, local: bool) -> torch.Tensor:
-    """Returns ``value`` as a ``DTensor`` on the parameter's device, if it is a part of one.
+    """Return ``value`` as a ``DTensor`` on the parameter's device, if it is a part of one.
 
     Brings together, on every rank, a part of a tensor that is cut otherwise.
     """

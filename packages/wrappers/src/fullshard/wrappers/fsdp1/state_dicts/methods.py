@@ -58,7 +58,7 @@ class StateDictMethods:
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Returns what the instances under ``module`` are set to.
+        """Return what the instances under ``module`` are set to.
 
         Raises:
             RuntimeError: if they differ.
@@ -73,7 +73,7 @@ class StateDictMethods:
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
-        """Does what ``set_state_dict_type`` does, for a ``with`` block."""
+        """Do what ``set_state_dict_type`` does, for a ``with`` block."""
         settings = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
         return settings_within(_instances(module), module, settings)
 

@@ -21,7 +21,7 @@ PART = f"{WRAPPED}."
 def attach_hooks(
     wrapper: nn.Module, after_save: Callable[..., None], before_load: Callable[..., None]
 ) -> None:
-    """Makes ``state_dict()`` and ``load_state_dict()`` of ``wrapper`` end and begin with these."""
+    """Make ``state_dict()`` and ``load_state_dict()`` of ``wrapper`` end and begin with these."""
     nn.Module.register_state_dict_post_hook(wrapper, after_save)
     nn.Module.register_load_state_dict_pre_hook(wrapper, before_load)
     nn.Module.register_load_state_dict_post_hook(wrapper, _clean_keys)

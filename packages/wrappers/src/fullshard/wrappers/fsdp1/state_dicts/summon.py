@@ -42,7 +42,7 @@ class Summons:
     exact: bool
 
     def __post_init__(self) -> None:
-        """Checks the flags.
+        """Check the flags.
 
         Raises:
             TypeError: if one is not a bool.
@@ -60,7 +60,7 @@ class Summons:
 
 @contextmanager
 def summoned(module: nn.Module, summons: Summons) -> Iterator[None]:
-    """Gives ``module`` full parameters inside a ``with`` block, and shards again after it.
+    """Give ``module`` full parameters inside a ``with`` block, and shards again after it.
 
     Where forward uses another dtype than is stored, they are copies in the stored one: changes
     lose no precision, and no forward may run.
@@ -95,7 +95,7 @@ class _Place:
     name: str
 
     def full(self, sharded: torch.Tensor) -> torch.Tensor | None:
-        """Returns the full parameter in the place of ``sharded``; None if this rank has none."""
+        """Return the full parameter in the place of ``sharded``; None if this rank has none."""
         held = registry_of(self.module).get(self.name)
         return None if held is sharded else held
 
@@ -109,7 +109,7 @@ class _Sharded:
 
 
 def _sharded_under(module: nn.Module, recurse: bool) -> dict[_Place, _Sharded]:
-    """Returns who shards the parameters, unsharded now or not, and where each is first held."""
+    """Return who shards the parameters, unsharded now or not, and where each is first held."""
     found: dict[FSDPParam, tuple[_Place, _Sharded]] = {}
     for each in module.modules() if recurse else [module]:
         for name, param in each.named_parameters(recurse=False):
@@ -124,7 +124,7 @@ _showing: weakref.WeakSet[FSDPParam] = weakref.WeakSet()
 
 
 def _show_gradients(shown: dict[_Place, _Sharded]) -> list[_Gradient]:
-    """Gives each full parameter its full gradient, one after the other; every rank takes part.
+    """Give each full parameter its full gradient, one after the other; every rank takes part.
 
     But for those to which an outer block gave it.
     """
@@ -146,7 +146,7 @@ class _Gradient:
     """
 
     def __init__(self, place: _Place, owner: _Sharded, *, unreduced: bool) -> None:
-        """Shows it; every rank takes part."""
+        """Show it; every rank takes part."""
         self._param = param = owner.param
         self._accumulation = owner.group.gradients.accumulation
         self._held = place.full(param.sharded)
@@ -165,7 +165,7 @@ class _Gradient:
             self._held.grad = full.to(self._held.device, self._held.dtype)
 
     def take_back(self) -> None:
-        """Takes the gradient from the full parameter; all is as it was before the block."""
+        """Take the gradient from the full parameter; all is as it was before the block."""
         _showing.discard(self._param)
         if self._held is not None:
             self._written, self._held.grad = self._held.grad, None
@@ -173,7 +173,7 @@ class _Gradient:
 
     @torch.no_grad()
     def store(self) -> None:
-        """Writes what was taken back into the gradient; sends nothing."""
+        """Write what was taken back into the gradient; sends nothing."""
         sharded, full = self._param.sharded, self._written
         if full is None or self._unreduced:
             own = None

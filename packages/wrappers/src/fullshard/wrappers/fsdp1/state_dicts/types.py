@@ -172,7 +172,7 @@ def settings_of(
     config: StateDictConfig | None = None,
     optim_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Returns the settings of a kind, with its default configurations for None.
+    """Return the settings of a kind, with its default configurations for None.
 
     Raises:
         TypeError: if ``kind`` is no ``StateDictType``.
@@ -194,7 +194,7 @@ def settings_of(
 
 
 def get_settings(instances: Sequence[HasSettings], module: nn.Module) -> StateDictSettings:
-    """Returns what all ``instances``, which are those under ``module``, are set to.
+    """Return what all ``instances``, which are those under ``module``, are set to.
 
     Raises:
         ValueError: if there are none.
@@ -218,7 +218,7 @@ def get_settings(instances: Sequence[HasSettings], module: nn.Module) -> StateDi
 def set_settings(
     instances: Sequence[HasSettings], module: nn.Module, settings: StateDictSettings
 ) -> StateDictSettings:
-    """Sets all ``instances`` to ``settings``; returns what they were set to."""
+    """Set all ``instances`` to ``settings``; return what they were set to."""
     before = get_settings(instances, module)
     for instance in instances:
         instance.state_dict_settings = settings
@@ -230,7 +230,7 @@ def set_settings(
 def settings_within(
     instances: Sequence[HasSettings], module: nn.Module, settings: StateDictSettings
 ) -> Iterator[None]:
-    """Sets all ``instances`` to ``settings`` inside a ``with`` block."""
+    """Set all ``instances`` to ``settings`` inside a ``with`` block."""
     before = set_settings(instances, module, settings)
     try:
         yield
