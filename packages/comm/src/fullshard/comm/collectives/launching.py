@@ -63,10 +63,10 @@ def wait_for(config: GatherConfig | ReduceConfig, work: dist.Work) -> None:
 
 
 def release(config: GatherConfig | ReduceConfig, buffer: Buffer, owner: Stream) -> None:
-    """Ends the use of a buffer on the current stream.
+    """End the use of a gather's buffer, or the like, on the current stream.
 
     Its source keeps it, or its memory goes back to ``owner``.
     """
     if not config.source.give_back(buffer):
         streams = config.streams
-        streams.retire([buffer.tensor], owner, streams.record())
+        streams.retire(buffer.tensor, owner, streams.record())

@@ -166,7 +166,6 @@ class RootContext:
             changed = gathered != learnt.gathered or any(each.void for each in learnt.gathers)
             if gathered and changed:
                 learnt.learn(gathered)
-        self.shared.streams.collect_all()
         if raised:
             leave_collectives(sys.exception())
 
