@@ -1,4 +1,4 @@
-"""The module ``torch.async_cpu``: the names that ``torch.cuda`` has, as far as tests use them."""
+"""The module ``torch.asynccpu``: the names that ``torch.cuda`` has, as far as tests use them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
     "synchronize",
 ]
 
-_TYPE = "async_cpu"
+_TYPE = "asynccpu"
 _MODES = ("default", "warn", "error")
 _Where = torch.device | int | str | None
 

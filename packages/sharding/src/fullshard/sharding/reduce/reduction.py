@@ -33,6 +33,7 @@ from fullshard.comm import (
 from fullshard.comm.buffers.buffers import BufferSource
 from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.comm.collectives.replicas import AllReduceInFlight
+from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.host_reads import host_values
 from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.comm.transports.collective import ReduceScatter
@@ -55,8 +56,11 @@ __all__ = [
     "SharedComm",
 ]
 
-Gradients = Sequence[torch.Tensor | None]
-"""Per parameter of a reduction the full gradient; None where this rank has none."""
+Gradients = list[torch.Tensor | None]
+"""Per parameter of a reduction the full gradient; None where this rank has none.
+
+Whoever launches the reduction empties the list, so that the gradients are freed.
+"""
 
 InFlight = ReduceInFlight | AllReduceInFlight
 """A reduction in flight, whatever follows its reduce-scatter."""
@@ -316,11 +320,11 @@ class SharedComm:
     def of(cls, device: torch.device) -> SharedComm:
         """Returns what a new root on ``device`` communicates through.
 
-        Without streams memory is kept for the next collective: new memory costs page faults there,
-        and what an allocator keeps for others elsewhere.
+        The host's memory is kept for the next collective: new memory costs page faults there. A
+        device has an allocator that keeps memory for all.
         """
         streams = CommStreams(device)
-        source = BufferPool() if streams.asynchronous_work else BufferSource()
+        source = BufferSource() if traits_of(device).queued else BufferPool()
         return cls(streams=streams, queue=ReductionQueue(), source=source)
 
 
