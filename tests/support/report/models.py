@@ -11,7 +11,7 @@ from torch import nn
 
 from fullshard_bench import Shape
 from fullshard_bench.models import make_workload
-from fullshard_bench.workload import fill
+from fullshard_bench.models.workload import fill
 
 __all__ = ["Model", "models"]
 
