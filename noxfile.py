@@ -39,6 +39,11 @@ CORE = [f"tests/{each}" for each in PACKAGES]
 CORE += ["tests/parity/test_against_torch.py", "tests/parity/test_training.py"]
 
 
+def _tests_path() -> str:
+    """PYTHONPATH for programs of tests/support."""
+    return os.pathsep.join((SOURCES, str(Path("tests").resolve())))
+
+
 def _groups(*names: str) -> tuple[str, ...]:
     return tuple(nox.project.dependency_groups(PYPROJECT, *names))
 
@@ -145,12 +150,44 @@ def clients(session: nox.Session) -> None:
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)
 def gpu(session: nox.Session) -> None:
-    """The tests that need a CUDA device; skipped, and said so, where torch sees none."""
-    gpus = _gpus(session)
-    if gpus == 0:
-        session.skip("no GPU: torch sees no CUDA device here, so no test marked gpu was run")
-    session.log(f"torch sees {gpus} CUDA device(s)")
-    session.run(_workspace(session, "pytest"), "-q", "-m", "gpu", *session.posargs)
+    """All that is worth knowing of one or two cards, as a report to attach, in build/gpu-report.
+
+    Skipped, and said so, where torch sees no CUDA device. ``-- --device async`` runs the whole
+    command on the asynchronous device of the tests, which needs no card; ``--out`` chooses the
+    folder.
+    """
+    if "async" not in session.posargs and _gpus(session) == 0:
+        session.skip(
+            "no GPU: torch sees no CUDA device here, so no test marked gpu was run; "
+            "nox -s gpu -- --device async runs the command without one"
+        )
+    command = (_workspace(session, "python"), "-m", "support.report", *session.posargs)
+    session.run(*command, env={"PYTHONPATH": _tests_path()})
+
+
+@nox.session(requires=["workspace"], venv_backend="none", default=False)
+def device(session: nox.Session) -> None:
+    """A core of the tests on accelerators that every machine has: ``-- async`` runs one of them.
+
+    Arguments after the name go to pytest.
+    """
+    chosen = session.posargs[:1] if session.posargs[:1] in ([each] for each in DEVICES) else []
+    for name in chosen or DEVICES:
+        DEVICES[name](session, session.posargs[len(chosen) :])
+
+
+def _on_async(session: nox.Session, arguments: list[str]) -> None:
+    """The asynchronous device of tests/support/device, which g++ and ninja build once."""
+    pytest = (_workspace(session, "pytest"), "-q", "-n", "2", "--dist", "loadfile")
+    marked = ("--device", "async", "-m", "(device or gpu) and not matrix")
+    session.run(*pytest, *marked, *(arguments or CORE_ON_DEVICES))
+
+
+# Each is run by `device`; how it installs what it needs, and which marks or folders it runs.
+DEVICES = {"async": _on_async}
+# Where tests are marked `device`; a folder that has none would only cost its collection.
+CORE_ON_DEVICES = ["tests/device", "tests/gpu", "tests/parity", "tests/policies", "tests/wire"]
+CORE_ON_DEVICES += ["tests/checkpoint"]
 
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)
@@ -169,9 +206,10 @@ def train(session: nox.Session) -> None:
 @nox.session(requires=["workspace"], venv_backend="none", default=False)
 def drill(session: nox.Session) -> None:
     """Lose a host in mid-training, and get it back: two network namespaces, so it needs root."""
-    path = os.pathsep.join((SOURCES, "tests"))
     command = (_workspace(session, "python"), "tests/train/drill.py", *session.posargs)
-    session.run(*command, env={"PYTHONPATH": path}, interrupt_timeout=30, terminate_timeout=30)
+    session.run(
+        *command, env={"PYTHONPATH": _tests_path()}, interrupt_timeout=30, terminate_timeout=30
+    )
 
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)

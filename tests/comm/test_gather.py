@@ -311,9 +311,7 @@ def test_on_an_accelerator_every_step_waits_for_what_it_needs_and_for_nothing_el
         for in_flight in (first, second):
             foreach_all_gather_copy_out(in_flight, empties(specs))
         copies_out = module.named("copy")[2:]
-        assert streams.retired == 2
         third = foreach_all_gather([torch.ones(4)], layout, config, async_op=async_op)
-        assert streams.retired == 0
         third.discard()
     for copy_in, gather, copy_out in zip(copies_in, gathers, copies_out, strict=True):
         assert copy_in.stream is streams.copy_in
@@ -332,7 +330,7 @@ def test_on_an_accelerator_every_step_waits_for_what_it_needs_and_for_nothing_el
     assert all(module.named("allocate")[2].is_after(copy_out) for copy_out in copies_out)
 
 
-def test_on_an_accelerator_a_gathers_buffers_outlive_its_use() -> None:
+def test_on_an_accelerator_a_gathers_buffer_goes_once_it_was_copied_out() -> None:
     specs = [TensorSpec(shape=(4,), dtype=torch.float32)]
     with stand_in_accelerator() as (module, streams):
         config = GatherConfig(
@@ -345,9 +343,6 @@ def test_on_an_accelerator_a_gathers_buffers_outlive_its_use() -> None:
         buffer = weakref.ref(buffer_of(in_flight))
         outputs = empties(specs)
         foreach_all_gather_copy_out(in_flight, outputs)
-        gc.collect()
-        assert buffer() is not None
-        streams.collect(streams.copy_in)
         gc.collect()
         assert buffer() is None
     assert outputs[0].eq(1.0).all()

@@ -317,7 +317,8 @@ def test_on_an_accelerator_the_collective_runs_beside_the_next_packing() -> None
     assert packs[2].is_after(collectives[0])  # and no more than that are alive
 
 
-def test_on_an_accelerator_the_input_lives_until_its_owner_waited_for_the_collective() -> None:
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_on_an_accelerator_inputs_live_as_long_as_others_may_be_alive(inputs: int) -> None:
     specs = [TensorSpec(shape=(4,), dtype=torch.float32)]
     kept: list[weakref.ref[torch.Tensor]] = []
 
@@ -333,11 +334,13 @@ def test_on_an_accelerator_the_input_lives_until_its_owner_waited_for_the_collec
             streams=streams,
             device=CPU,
             scaling=reduction_scaling(1, torch.float32, averages=False),
+            inputs_in_flight=inputs,
         )
-        in_flight = foreach_reduce([torch.ones(4)], RankMajorLayout(specs, 1), config)
-        in_flight.wait()
+        layout = RankMajorLayout(specs, 1)
+        flights = [foreach_reduce([torch.ones(4)], layout, config) for _ in range(3)]
         gc.collect()
-        assert kept[0]() is not None
-        streams.collect(streams.current())
+        assert [each() is not None for each in kept] == [False, False, inputs == 2]
+        streams.collect_all()
         gc.collect()
-        assert kept[0]() is None
+        assert kept[2]() is None
+    assert all(flight.wait().shards[0].eq(1.0).all() for flight in flights)

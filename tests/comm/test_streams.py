@@ -84,20 +84,19 @@ def test_on_cpu_retired_buffers_are_not_kept() -> None:
     streams = CommStreams(CPU)
     buffer = torch.zeros(4)
     gone = weakref.ref(buffer)
-    streams.retire((buffer,), streams.copy_in, streams.record())
+    streams.retire(buffer, streams.copy_in, streams.record(), keep=1)
     del buffer
     gc.collect()
     assert gone() is None
     assert streams.retired == 0
-    streams.collect(streams.copy_in)
     streams.collect_all()
 
 
-def test_on_an_accelerator_the_four_streams_are_different_and_of_high_priority(
+def test_on_an_accelerator_the_streams_are_different_and_of_high_priority(
     streams: Any,
 ) -> None:
-    named = (streams.copy_in, streams.gather, streams.reduce, streams.all_reduce)
-    assert len(set(map(id, named))) == 4
+    named = (streams.copy_in, streams.gather, streams.inputs, streams.reduce, streams.all_reduce)
+    assert len(set(map(id, named))) == 5
     assert all(stream.priority < 0 and stream.device == ACCELERATOR for stream in named)
     assert not streams.asynchronous_work
 
@@ -111,40 +110,28 @@ def test_use_makes_a_stream_current_and_record_takes_the_current_one(streams: An
     assert streams.record(streams.reduce)[1] is streams.reduce
 
 
-def test_a_retired_buffer_lives_until_its_owner_waits_for_the_last_use(streams: Any) -> None:
+def test_a_retired_buffer_goes_once_its_owner_waits_for_the_last_use(streams: Any) -> None:
     buffer = torch.zeros(4)
     gone = weakref.ref(buffer)
     used = streams.record()
-    streams.retire((buffer,), streams.copy_in, used)
+    streams.retire(buffer, streams.copy_in, used)
     del buffer
-    streams.collect(streams.reduce)  # another owner
-    gc.collect()
-    assert gone() is not None
-    assert streams.reduce.waited == []
-    streams.collect(streams.copy_in)
     gc.collect()
     assert gone() is None
     assert streams.copy_in.waited == [used]
+    assert streams.reduce.waited == []
 
 
-def test_collect_can_leave_the_newest_batches_alone(streams: Any) -> None:
+def test_the_newest_buffers_can_be_held_back_until_all_are_collected(streams: Any) -> None:
     events = [streams.record() for _ in range(3)]
     for event in events:
-        streams.retire((torch.zeros(1),), streams.reduce, event)
-    streams.retire((torch.zeros(1),), streams.gather, streams.record())
-    streams.collect(streams.reduce, keep=1)
-    assert streams.reduce.waited == events[:2]
-    assert streams.retired == 2
-
-
-def test_collect_all_empties_every_retirement(streams: Any) -> None:
-    events = {owner: streams.record() for owner in (streams.copy_in, streams.reduce)}
-    for owner, event in events.items():
-        streams.retire((torch.zeros(1),), owner, event)
+        streams.retire(torch.zeros(1), streams.inputs, event, keep=1)
+    streams.retire(torch.zeros(1), streams.copy_in, streams.record())  # another owner
+    assert streams.inputs.waited == events[:2]
+    assert streams.retired == 1
     streams.collect_all()
+    assert streams.inputs.waited == events
     assert streams.retired == 0
-    for owner, event in events.items():
-        assert owner.waited == [event]
 
 
 def test_copy_in_and_gather_wait_for_the_current_stream_before_a_root_forward(

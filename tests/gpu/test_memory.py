@@ -55,7 +55,8 @@ def _batch() -> torch.Tensor:
 
 def _allocated() -> int:
     card.synchronize()
-    return card.memory_allocated(CARD)
+    allocated: int = card.memory_allocated(CARD)
+    return allocated
 
 
 def _shard_bytes(model: Stack) -> int:

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from fullshard.comm import EventLog, observe
+from fullshard.comm import DefaultAllGather, DefaultReduceScatter, EventLog, observe
 from fullshard.policies import DepthPrefetch, MixedPrecisionPolicy
-from fullshard.sharding import RankMismatchError, fully_shard
+from fullshard.sharding import RankMismatchError, fully_shard, unsharded
 from support.ranks import cpu_mesh, distributed
 from support.surface.model import WIDTH, Net, batch, build, sharded
 from support.surface.ranks import everyone, never_gathered
@@ -330,3 +331,48 @@ def test_a_mismatch_on_a_part_of_the_ranks_names_global_ranks_and_leaves_the_oth
         assert "rank 2 has blocks.1.fc1.weight: shape (7, 6)" in str(caught.value)
         assert "rank 3 has blocks.1.fc1.weight: shape (8, 6)" in str(caught.value)
     assert everyone("in step") == ["in step"] * 4
+
+
+class _OverWorld:
+    """A transport that asks the default process group, whatever group it is given."""
+
+    in_place = True
+
+    def all_gather(self, output: Any, input: Any, group: Any, async_op: bool) -> None:
+        dist.all_gather(list(output.chunk(group.size())), input)
+
+    def reduce_scatter(self, output: Any, input: Any, group: Any, op: Any, async_op: bool) -> None:
+        dist.all_reduce(input, op)
+        output.copy_(input.chunk(group.size())[group.rank()])
+
+
+def _over_nothing(width: int) -> Any:
+    """A layer whose process group serves neither the CPU nor its device: plug-ins do."""
+    group = dist.new_group(backend="cuda:gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"over_{group.group_name}",))
+    torch.manual_seed(0)
+    layer: Any = fully_shard(nn.Linear(WIDTH, width), mesh=mesh)
+    layer.set_custom_all_gather(DefaultAllGather(transport=_OverWorld()))
+    layer.set_custom_reduce_scatter(DefaultReduceScatter(transport=_OverWorld()))
+    return layer
+
+
+@distributed(2)
+def test_where_the_group_serves_nothing_the_plug_in_carries_what_ranks_compare() -> None:
+    layer = _over_nothing(4)
+    layer(torch.ones(2, WIDTH)).sum().backward()
+    assert isinstance(layer.weight, DTensor) and layer.weight.grad is not None
+    assert layer.weight.grad.to_local().eq(2.0).all()
+    with unsharded(layer, writeback=True), torch.no_grad():
+        layer.bias.fill_(3.0)
+    assert layer.bias.to_local().eq(3.0).all()
+
+
+@distributed(2, timeout=TIMEOUT)
+def test_where_the_group_serves_nothing_a_mismatch_is_named_on_every_rank() -> None:
+    layer = _over_nothing(4 + dist.get_rank())
+    with pytest.raises(RankMismatchError) as caught:
+        layer(torch.ones(2, WIDTH))
+    assert set(everyone(str(caught.value))) == {str(caught.value)}
+    assert f"shape (4, {WIDTH})" in str(caught.value) and f"shape (5, {WIDTH})" in str(caught.value)

@@ -82,7 +82,7 @@ def test_each_rank_gets_the_wide_sum_of_narrow_parts_and_the_mask_to_the_last_bi
 
     def body(rank: ThreadRank) -> tuple[list[torch.Tensor], torch.Tensor]:
         plan = WidenedReducePlan(layout, forms, config_of(rank.group))
-        reduced = plan.launch(everyones[rank.rank]).wait()
+        reduced = plan.launch(list(everyones[rank.rank])).wait()
         assert reduced.mask is not None
         return reduced.shards, reduced.mask
 

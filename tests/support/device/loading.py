@@ -12,7 +12,7 @@ from support.device.building import extension, missing_tools
 
 __all__ = ["BACKEND", "NAME", "load", "why_not"]
 
-NAME = "async_cpu"
+NAME = "asynccpu"  # torch asks for letters only
 BACKEND = "asyncgloo"
 
 

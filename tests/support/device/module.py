@@ -1,4 +1,4 @@
-"""The module ``torch.async_cpu``: the names that ``torch.cuda`` has, as far as tests use them."""
+"""The module ``torch.asynccpu``: the names that ``torch.cuda`` has, as far as tests use them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
     "synchronize",
 ]
 
-_TYPE = "async_cpu"
+_TYPE = "asynccpu"
 _MODES = ("default", "warn", "error")
 _Where = torch.device | int | str | None
 
@@ -143,7 +143,7 @@ def current_stream(device: _Where = None) -> torch.Stream:
 
 def default_stream(device: _Where = None) -> torch.Stream:
     """Return the stream that is current where no other was set."""
-    kind = torch._C._autograd.DeviceType.PrivateUse1
+    kind: Any = torch._C._autograd.DeviceType.PrivateUse1
     return torch.Stream(stream_id=0, device_index=_index(device), device_type=int(kind))
 
 

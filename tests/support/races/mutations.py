@@ -116,7 +116,7 @@ MUTATIONS = [
         "event = packed",
         program="prefetch-nothing",
     ),
-    M(gather, "release", "streams.retire([buffer.tensor], owner, streams.record())"),
+    M(gather, "release", "streams.retire(buffer.tensor, owner, streams.record())"),
     M(
         gather,
         "release",
@@ -150,10 +150,28 @@ MUTATIONS = [
         program="accumulated",
     ),
     M(ReducePlan, "launch", "streams.reduce.wait_event(flight.event)"),
-    M(ReducePlan, "launch", "streams.record(owner)", "streams.record(streams.reduce)"),
+    M(ReducePlan, "launch", "streams.record())", "streams.record(streams.reduce))"),
     M(ReduceInFlight, "launched", "work.wait()", program="own-collectives"),
-    M(ReduceInFlight, "_finish", "self.event = config.streams.record()", program="accumulated"),
-    M(reduce, "release", "streams.retire([buffer.tensor], owner, streams.record())"),
+    M(ReduceInFlight, "_finish", "self.event = streams.record()", program="accumulated"),
+    M(
+        ReduceInFlight,
+        "_finish",
+        "streams.retire(packed.tensor, streams.inputs, self.event, keep=keep)",
+        program="reductions",
+    ),
+    M(
+        reduce,
+        "take_input",
+        "streams.current().wait_event(streams.record(streams.inputs))",
+        program="reductions",
+    ),
+    M(
+        reduce,
+        "take_input",
+        "streams.record(streams.inputs)",
+        "streams.record(streams.gather)",
+        program="reductions",
+    ),
     M(SeveralWorks, "wait", "work.wait(timeout)", program="all-to-all"),
     M(
         ReductionQueue,
@@ -215,7 +233,7 @@ MUTATIONS = [
         _HYBRID,
     ),
     # buffers in retirement
-    M(CommStreams, "collect", "owner.wait_event(after)"),
+    M(CommStreams, "_collect", "owner.wait_event(after)"),
     # the beginning of a forward, and gathers that are not a forward's
     M(RootContext, "_begin_forward", "self.shared.streams.synchronize_with_current(event)"),
     M(CommStreams, "synchronize_with_current", "self.copy_in.wait_event(event)"),

@@ -19,15 +19,14 @@ from fullshard.comm import (
     AllToAllTransport,
     DefaultAllGather,
     DefaultReduceScatter,
-    TensorSpec,
 )
-from fullshard.comm.collectives import lists
 from fullshard.comm.runtime import compat
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
 from fullshard.preflight.races import SimulatedOffloadPolicy
 from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard, unsharded
 from fullshard.wire import Quantised, WirePolicy
 from support.gather_hooks import BFloat16Travel
+from support.races.collectives import gather_and_reduce_lists, reduce_in_flight
 
 __all__ = ["OPTIONS", "PROGRAMS", "Model", "Program", "loss_of", "train"]
 
@@ -254,18 +253,6 @@ def _hooks_program(mesh: DeviceMesh) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-def _lists_program(mesh: DeviceMesh) -> list[torch.Tensor]:
-    """Lists of tensors that are changed before they travel, and after."""
-    group = mesh.get_group("shard")
-    specs = [TensorSpec(shape=(group.size() * 2, 3), dtype=torch.float32)]
-    shards = [torch.ones(2, 3, device=mesh.device_type)]
-    for _ in range(2):
-        shards[0].mul_(2)
-        full = lists.all_gather_tensors(shards, specs, group)
-        shards = lists.reduce_scatter_tensors([full[0].mul(2)], specs, group)
-    return shards
-
-
 def _raises(model: Any, last: bool) -> None:
     """A backward that fails half-way, then the recovery, then a good one."""
     up = model.blocks[0].up
@@ -388,5 +375,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "three-inputs": {"prepare": lambda model: model.set_reduce_scatter_max_input_buffers(3)},
 }
 PROGRAMS: dict[str, Program] = {name: partial(train, **o) for name, o in OPTIONS.items()}
-PROGRAMS["lists"] = _lists_program
+PROGRAMS["lists"] = gather_and_reduce_lists
+PROGRAMS["reductions"] = reduce_in_flight
 PROGRAMS["gather-hooks"] = _hooks_program

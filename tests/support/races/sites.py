@@ -22,7 +22,7 @@ from support.races.mutations import Mutation, changed_source
 __all__ = ["KEPT", "LEFT_OUT", "changed_sites", "kept", "sites"]
 
 _CALLS = {
-    "collect",
+    "_collect",
     "collect_all",
     "record",
     "record_event",
@@ -42,12 +42,10 @@ _WORK = "reached without streams only, where a reduction has a handle of its own
 _SAME_HOST = "between CPU processes of one host, which have no streams"
 _FOUND = "gives what the next line needs; its own lines are changed"
 LEFT_OUT: dict[Site, str] = {
-    ("OwnShards.gather", "streams.collect(streams.copy_in)"): _MEMORY,
-    ("ReducePlan.launch", "streams.collect(owner, keep=config.inputs_in_flight - 1)"): _MEMORY,
-    ("CommStreams.collect_all", "self.collect(owner)"): _MEMORY,
-    ("RootContext.leave_forward", "self.shared.streams.collect_all()"): _MEMORY,
+    ("CommStreams.retire", "self._collect(owner, keep)"): _MEMORY,
+    ("CommStreams.collect_all", "self._collect(owner, 0)"): _MEMORY,
     ("RootContext.commit", "self.shared.streams.collect_all()"): _MEMORY,
-    ("ReduceInFlight.land", "self.wait()"): "bounds memory: `collect` waits for the same event",
+    ("ReduceInFlight.land", "self.wait()"): "bounds memory: inputs wait for the same event",
     ("ReduceInFlight.wait", "wait_for(self.plan.config, self.work)"): _WORK,
     ("AllReduceInFlight.land", "self._reduction.wait()"): "bounds memory, as ReduceInFlight.land",
     ("AllReduceInFlight.wait", "wait_for(self._reduction.plan.config, self._work)"): _WORK,
@@ -60,6 +58,9 @@ LEFT_OUT: dict[Site, str] = {
     ("exchange", "in_flight.wait()"): "of memory of the host, which has no streams",
     ("finished", "tensor.wait()"): "of a functional collective, which is taken to be synchronous",
     ("SharedBufferUnshard.discard", "in_flight.wait()"): _SAME_HOST,
+    ("OffloadToCPU.arrived", "torch.get_device_module(device).synchronize()"): (
+        "of a device with one queue, where only the host has to wait"
+    ),
     (
         "FSDPParamGroup.wait_for_unshard",
         "self.gathering.wait(private=private, movable=not self._live)",

@@ -78,6 +78,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
     if (!free.empty()) {
       block = free.back();
       free.pop_back();
+      char* data = block->data;
+      queue.put("allocate", [=] { std::memset(data, kPoison, size); });
     } else {
       block = new Block{static_cast<char*>(new_memory(size)), size, n, device, &queue, {}};
       std::memset(block->data, kPoison, size);
@@ -194,9 +196,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
         continue;
       }
       block->uses.clear();
-      char* data = block->data;
       const size_t size = block->size;
-      block->owner->put("free", [=] { std::memset(data, kPoison, size); });
       count(block->device).active[0].decrease(1);
       count(block->device).active_bytes[0].decrease(size);
       free_[{block->owner, size}].push_back(block);

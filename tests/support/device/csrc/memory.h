@@ -1,8 +1,10 @@
 // Device memory and pinned host memory. Both are ordinary memory of the process.
 //
 // A freed device block goes to the next allocation of its size on the same stream at once. It is
-// filled with 0xFF (NaN in each floating dtype) when its stream passes the free. So what another
-// stream reads or writes without an event is lost, as with CUDA's caching allocator.
+// filled with 0xFF (NaN in each floating dtype) when its stream passes that allocation. So what
+// another stream reads or writes without an event is lost, as with CUDA's caching allocator. A free
+// writes nothing, as there: gradients may be freed before the stream that reads them has done so,
+// if the next owner waits for it. Torch's fully_shard relies on that.
 #pragma once
 
 #include <ATen/core/CachingHostAllocator.h>

@@ -24,9 +24,11 @@ from torch.distributed.tensor import DTensor, Shard
 from fullshard.checkpoint.boxes import box_of, boxes_by_rank
 from fullshard.checkpoint.compat import ShardedTensor, process_group_of
 from fullshard.checkpoint.names import StateDict
+from fullshard.comm.spi import carrier_of
 from fullshard.sharding import map_tensors
 from fullshard.sharding.spi import (
     STEP_NUMBERS,
+    device_of_mesh,
     local_shard,
     make_dtensor,
     make_spec,
@@ -93,9 +95,11 @@ def whole(tensor: DTensor) -> torch.Tensor:
 
     Every rank of the mesh calls it.
     """
-    there = tensor.detach().to(tensor.device_mesh.device_type)
+    mesh = tensor.device_mesh
+    device = device_of_mesh(mesh)
+    there = tensor.detach().to(carrier_of(mesh.get_group(0), device))
     assert isinstance(there, DTensor), "moving keeps the type"
-    full = there.full_tensor()
+    full = there.full_tensor().to(device)
     if storage_of(full) in (0, storage_of(local_shard(tensor))):
         return full.clone()  # this rank's part may be all of it
     return full

@@ -19,6 +19,7 @@ from fullshard.checkpoint.names import StateDict
 from fullshard.checkpoint.parts import Place, loadable, map_state, whole
 from fullshard.checkpoint.process_groups import ranks_of
 from fullshard.comm import EventKind, check_collective
+from fullshard.comm.spi import carrier_of
 from fullshard.sharding.spi import device_of_mesh, is_plain, local_shard
 
 __all__ = ["Sender", "first_rank", "gathered", "require_plain", "scattered", "sender_of"]
@@ -56,7 +57,8 @@ def gathered(tensor: DTensor, first: int | None) -> torch.Tensor | None:
     replicated = {*range(mesh.ndim)} - {cut.axis for cut in cuts}
     if not there or any(here[axis] != there[axis] for axis in replicated):
         return None
-    part = local_shard(tensor).detach().to(device_of_mesh(mesh), copy=True)
+    device = device_of_mesh(mesh)
+    part = local_shard(tensor).detach().to(carrier_of(mesh.get_group(0), device), copy=True)
     for cut in reversed(cuts):
         process_group, to = mesh.get_group(cut.axis), there[cut.axis]
         mine = part.new_zeros((*part.shape[: cut.dim], cut.span(0)[1], *part.shape[cut.dim + 1 :]))
@@ -69,7 +71,7 @@ def gathered(tensor: DTensor, first: int | None) -> torch.Tensor | None:
         if came is None:
             return None
         part = torch.cat(came, cut.dim).view(part.dtype).narrow(cut.dim, 0, cut.size)
-    return part.contiguous()
+    return part.contiguous().to(device)
 
 
 # -- from the first rank --------------------------------------------------------------------------
@@ -81,7 +83,7 @@ class Sender:
 
     Attributes:
         process_group: all ranks of the model.
-        device: on which tensors travel.
+        device: the carrier of ``process_group``: the device on which tensors travel.
     """
 
     process_group: dist.ProcessGroup
@@ -118,7 +120,7 @@ def sender_of(params: _Params, group: dist.ProcessGroup | None) -> Sender | None
         group = dist.group.WORLD
     assert group is not None, "torch.distributed is initialised"
     device = device_of_mesh(meshes[0]) if meshes else torch.device("cpu")
-    return Sender(process_group=group, device=device)
+    return Sender(process_group=group, device=carrier_of(group, device))
 
 
 def require_plain(at: Place, tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from fullshard.comm.collectives.coalescing import (
 )
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.collectives.launching import launch, release, tell
-from fullshard.comm.collectives.reduce import ReducePlan
+from fullshard.comm.collectives.reduce import ReducePlan, take_input
 from fullshard.comm.collectives.replicas import AllReduceInFlight
 from fullshard.comm.debug.calls import Call
 from fullshard.comm.debug.debug import (
@@ -29,6 +29,7 @@ from fullshard.comm.layouts.layout import pieces_of
 from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.layouts.scaling import backend_averages, op_name
 from fullshard.comm.layouts.views import own_mask, shard_plan, viewed
+from fullshard.comm.runtime.carriers import carrier_of, host_carrier_of
 from fullshard.comm.runtime.compat import (
     backend_names,
     foreach_copy,
@@ -84,6 +85,7 @@ __all__ = [
     "backend_names",
     "by_holder",
     "can_pin",
+    "carrier_of",
     "check_layout",
     "check_reduction",
     "check_unpoisoned",
@@ -97,6 +99,7 @@ __all__ = [
     "foreach_lerp",
     "foreach_norm",
     "foreach_scale",
+    "host_carrier_of",
     "host_reads_by",
     "host_values",
     "is_debugging",
@@ -118,6 +121,7 @@ __all__ = [
     "shard_plan",
     "shares_memory",
     "simulated",
+    "take_input",
     "tell",
     "timeout_of",
     "traits_of",

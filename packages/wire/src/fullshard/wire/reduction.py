@@ -40,6 +40,7 @@ from fullshard.comm.spi import (
     rank_major,
     release,
     shard_plan,
+    take_input,
     tell,
     traits_of,
     viewed,
@@ -90,7 +91,7 @@ class WidenedReducePlan(ReducePlan):
         }
 
     @torch.no_grad()
-    def launch(self, gradients: Sequence[torch.Tensor | None]) -> ReduceInFlight:
+    def launch(self, gradients: list[torch.Tensor | None]) -> ReduceInFlight:
         """The reduction in flight of gradients that fit the layout; see ``foreach_reduce``."""
         config, streams, sent = self.config, self.config.streams, self.sent
         with named_range("post_backward_reduce", config.name) if is_profiled() else NOTHING:
@@ -98,19 +99,18 @@ class WidenedReducePlan(ReducePlan):
             if DEBUGGED:
                 check_unpoisoned(gradients, config.name)
                 check_layout(EventKind.REDUCE_SCATTER, config.name, sent, group, config.scaling)
-            owner = streams.current()
-            streams.collect(owner, keep=config.inputs_in_flight - 1)
-            packed = config.source.take(config.comm, sent, self._rank, config.device)
+            packed = take_input(config, sent, self._rank)
             self._pack(packed, gradients)
+            gradients.clear()
             if LISTENERS:
                 nbytes = packed.tensor.nbytes
                 tell(config, EventKind.REDUCE_SCATTER, nbytes, nbytes)
-            flight = ReduceInFlight(self, packed, streams.record(owner))
+            flight = ReduceInFlight(self, packed, streams.record())
             with streams.use(streams.reduce):
                 streams.reduce.wait_event(flight.event)
                 output = flight.allocate()
                 work = launch(config, self._exchange, packed, output) if output.numel() else None
-                flight.launched(work, owner)
+                flight.launched(work)
             return flight
 
     def _pack(self, packed: Buffer, gradients: Sequence[torch.Tensor | None]) -> None:

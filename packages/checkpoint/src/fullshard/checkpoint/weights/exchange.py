@@ -26,6 +26,7 @@ from fullshard.checkpoint.rules.pieces import Piece
 from fullshard.checkpoint.weights.sharing import Sharing, sharing_of
 from fullshard.checkpoint.weights.tensors import ModelTensor
 from fullshard.comm import EventKind, check_collective
+from fullshard.comm.spi import carrier_of
 from fullshard.sharding.spi import device_of_mesh
 
 __all__ = ["Together", "alone_from", "replicated_axes", "send_to_replicas", "together"]
@@ -87,7 +88,8 @@ class Together:
         box = self.sharing.boxes[mine]
         come_sizes = [self._nbytes(stored, box, block) for block in blocks]
         come_sizes += [0] * (len(self.sharing.boxes) - len(blocks))
-        device = device_of_mesh(tensor.tensor.device_mesh)  # type: ignore[attr-defined]  # as above
+        mesh = tensor.tensor.device_mesh  # type: ignore[attr-defined]  # as above
+        device = carrier_of(process_group, device_of_mesh(mesh))
         input = sent[: sum(send_sizes)].to(device)
         output = come[: sum(come_sizes)].to(device)
         nbytes = stored.dtype.itemsize * sum(block.numel for block in blocks)
@@ -224,11 +226,12 @@ def send_to_replicas(tensor: ModelTensor, axes: Sequence[int], slice_bytes: int)
     packed = local if local.is_contiguous() else local.contiguous()
     if local.numel() == 0:
         return
-    flat, device = packed.reshape(-1).view(torch.uint8), device_of_mesh(mesh)
+    flat = packed.reshape(-1).view(torch.uint8)
     for position, axis in enumerate(axes):
         if any(here[later] for later in axes[position + 1 :]):
             continue  # a later axis sends them
         process_group = mesh.get_group(axis)
+        device = carrier_of(process_group, device_of_mesh(mesh))
         for part in flat.split(slice_bytes if device != local.device else flat.numel()):
             there = part.to(device)
             check_collective(EventKind.ALL_GATHER, "weights", process_group, nbytes=there.nbytes)

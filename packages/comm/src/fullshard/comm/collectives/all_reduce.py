@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fullshard.comm.debug.debug import check_collective
 from fullshard.comm.layouts.scaling import ReduceOp
+from fullshard.comm.runtime.carriers import carrier_of
 from fullshard.comm.runtime.observer import EventKind, emit
 from fullshard.comm.same_host.same_host import AutomaticTransport, shares_memory
 
@@ -29,7 +30,7 @@ def all_reduce_numbers(
 
     Between ranks that share memory (their gathers or reductions did, by default) every rank reads
     all others' numbers, and reduces them in rank order. Everywhere else it is the process group's
-    all-reduce.
+    all-reduce, on the CPU if the group has no backend for the device of ``numbers``.
 
     Args:
         numbers: a contiguous tensor, small, of one shape and dtype on all ranks.
@@ -50,6 +51,10 @@ def all_reduce_numbers(
     nbytes = numbers.nbytes
     check_collective(EventKind.ALL_REDUCE, name, process_group, nbytes=nbytes)
     emit(EventKind.ALL_REDUCE, name, rank=process_group.rank(), nbytes=nbytes, stream="current")
-    shared = shares_memory(process_group, numbers.device) and numbers.numel()
-    all_reduce = AutomaticTransport().all_reduce if shared else dist.all_reduce
-    all_reduce(numbers, op, process_group, False)
+    if shares_memory(process_group, numbers.device) and numbers.numel():
+        AutomaticTransport().all_reduce(numbers, op, process_group, False)
+        return
+    sent = numbers.to(carrier_of(process_group, numbers.device))
+    dist.all_reduce(sent, op, process_group)
+    if sent is not numbers:
+        numbers.copy_(sent)

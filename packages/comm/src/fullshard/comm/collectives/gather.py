@@ -154,7 +154,6 @@ class OwnShards:
                 choose_gather(config)
             few = None if chosen.to_first is None else self._few
             with streams.use(streams.copy_in):
-                streams.collect(streams.copy_in)
                 rank = self._rank if few is None else min(self._rank, few.world_size - 1)
                 buffer = config.source.take(config.comm, few or layout, rank, config.device)
                 self.pack(buffer)

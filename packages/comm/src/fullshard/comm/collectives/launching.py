@@ -69,4 +69,4 @@ def release(config: GatherConfig | ReduceConfig, buffer: Buffer, owner: Stream) 
     """
     if not config.source.give_back(buffer):
         streams = config.streams
-        streams.retire([buffer.tensor], owner, streams.record())
+        streams.retire(buffer.tensor, owner, streams.record())

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fullshard.comm.buffers.buffers import Buffer, allocate_from
 from fullshard.comm.buffers.packing import pack_gradients, scale_result
 from fullshard.comm.collectives.composed import choose_reduction
-from fullshard.comm.collectives.launching import launch, release, tell, wait_for
+from fullshard.comm.collectives.launching import launch, tell, wait_for
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.debug.poison import check_unpoisoned
 from fullshard.comm.layouts import checks, views
@@ -25,13 +25,13 @@ from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime.compat import no_relation
 from fullshard.comm.runtime.observer import LISTENERS, EventKind
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
-from fullshard.comm.runtime.streams import Stream, StreamEvent
+from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.transports.config import ReduceConfig
 from fullshard.comm.transports.contribution import Contribution, PartsReducer
 from fullshard.comm.transports.first_ranks import for_first_ranks
 
-__all__ = ["ReduceInFlight", "ReducePlan", "ReducedShards", "foreach_reduce"]
+__all__ = ["ReduceInFlight", "ReducePlan", "ReducedShards", "foreach_reduce", "take_input"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,28 +100,41 @@ class ReduceInFlight:
             if self.work is not None:
                 wait_for(self.plan.config, self.work)
                 self.work = None
-                self._finish(self.plan.config.streams.current())
+                self._finish()
             self.result = self.plan.shards_in(self.output)
         self.plan.config.streams.current().wait_event(self.event)
         return self.result
 
-    def launched(self, work: dist.Work | None, owner: Stream) -> None:
-        """Take the handle of its collective, whose input was packed on ``owner``; None: over."""
+    def launched(self, work: dist.Work | None) -> None:
+        """Take the handle of its collective; None: it is over."""
         if work is not None and self.plan.config.streams.asynchronous_work:
             self.work = work
             return
         if work is not None:
             work.wait()  # makes the reduce stream wait, not the host
-        self._finish(owner)
+        self._finish()
 
-    def _finish(self, owner: Stream) -> None:
-        """Scales what a collective that is over has given, and lets its input go."""
-        plan, config = self.plan, self.plan.config
+    def _finish(self) -> None:
+        """Scale what a collective that is over has given, and let its input go."""
+        plan, config, streams = self.plan, self.plan.config, self.plan.config.streams
         scale_result(self.output, plan.layout, config.scaling)
-        self.event = config.streams.record()
+        self.event = streams.record()
         packed, self.packed = self.packed, None
-        if packed is not None:
-            release(config, packed, owner)
+        if packed is not None and not config.source.give_back(packed):
+            keep = config.inputs_in_flight - 1  # they travel while one packs
+            streams.retire(packed.tensor, streams.inputs, self.event, keep=keep)
+
+
+def take_input(config: ReduceConfig, layout: Layout, rank: int) -> Buffer:
+    """Return a buffer in which the current stream may pack what a reduction reads.
+
+    It waits for the reductions whose inputs had the memory before.
+    """
+    streams = config.streams
+    with streams.use(streams.inputs):
+        packed = config.source.take(config.comm, layout, rank, config.device)
+    streams.current().wait_event(streams.record(streams.inputs))
+    return packed
 
 
 class ReducePlan:
@@ -146,8 +159,11 @@ class ReducePlan:
         self._plan = views.shard_plan(layout, self._rank)
 
     @torch.no_grad()
-    def launch(self, gradients: Sequence[torch.Tensor | None]) -> ReduceInFlight:
-        """The reduction in flight of gradients that fit the layout; see ``foreach_reduce``."""
+    def launch(self, gradients: list[torch.Tensor | None]) -> ReduceInFlight:
+        """The reduction in flight of gradients that fit the layout; see ``foreach_reduce``.
+
+        The list is emptied once they are packed: before there is memory for the result.
+        """
         layout, config, streams = self.layout, self.config, self.config.streams
         with named_range("post_backward_reduce", config.name) if is_profiled() else NOTHING:
             chosen, group, op = config.chosen, config.process_group, config.scaling.op
@@ -160,14 +176,14 @@ class ReducePlan:
                 in_parts = self._launch_parts(gradients, chosen.parts)
                 if in_parts is not None:
                     return in_parts
-            owner, few = streams.current(), None if chosen.to_first is None else self._few
-            streams.collect(owner, keep=config.inputs_in_flight - 1)  # they travel while one packs
+            few = None if chosen.to_first is None else self._few
             rank = self._rank if few is None else min(self._rank, few.world_size - 1)
-            packed = config.source.take(config.comm, few or layout, rank, config.device)
+            packed = take_input(config, few or layout, rank)
             pack_gradients(packed, gradients, config.scaling)
+            gradients.clear()
             if LISTENERS:
                 tell(config, EventKind.REDUCE_SCATTER, packed.tensor.nbytes, packed.tensor.nbytes)
-            flight = ReduceInFlight(self, packed, streams.record(owner))
+            flight = ReduceInFlight(self, packed, streams.record())
             given, work = packed.tensor, None
             with streams.use(streams.reduce):
                 streams.reduce.wait_event(flight.event)
@@ -178,7 +194,7 @@ class ReducePlan:
                     assert chosen.launch is not None, "it was chosen"
                     async_op = streams.asynchronous_work
                     work = launch(config, chosen.launch, output, given, group, op, async_op)
-                flight.launched(work, owner)
+                flight.launched(work)
             return flight
 
     def _launch_to_first(self, packed: Buffer, output: torch.Tensor) -> dist.Work:
@@ -252,4 +268,4 @@ def foreach_reduce(
     """
     plan = ReducePlan(layout, config)
     checks.check_gradients(gradients, layout, config.device, config.name)
-    return plan.launch(gradients)
+    return plan.launch(list(gradients))

@@ -7,7 +7,8 @@ same call work everywhere.
 Private names used (on torch 2.11, 2.13 and 2.15, unless versions are given):
 
 - ``ProcessGroup._get_backend(device)``, ``ProcessGroup._device_types``: the only way to reach the
-  backend's own allocator and its name if a process group has several device types.
+  backend's own allocator and its name if a process group has several device types, and to know
+  which device types it has a backend for.
 - ``ProcessGroup.all_gather_single`` and ``reduce_scatter_single`` (2.13, 2.15), ``_allgather_base``
   and ``_reduce_scatter_base`` (2.11), with ``AllgatherOptions``: what the functions of
   ``torch.distributed`` call, after checks that cost more host time than the launch.
@@ -49,6 +50,7 @@ __all__ = [
     "is_profiled",
     "no_relation",
     "reduce_scatter_into",
+    "served_types",
     "side_by_side",
     "symmetric_empty",
     "timeout_of",
@@ -190,6 +192,11 @@ def backend_names(
         return tuple(str(group._get_backend(each).name()).lower() for each in devices)
     except (AttributeError, RuntimeError):  # groups written in Python have no backends to ask
         return ()
+
+
+def served_types(process_group: dist.ProcessGroup) -> tuple[str, ...]:
+    """Return the device types for which a group has a backend; none if it is written in Python."""
+    return tuple([device.type for device in cast("Any", process_group)._device_types])
 
 
 def backend_allocates(process_group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -1,23 +1,24 @@
 """The named streams of communication, and who keeps a buffer alive while two of them use it.
 
-Owns: copy-in, gather, reduce and all-reduce streams behind one device-neutral interface, and
-buffers in retirement. On CPU the streams are null objects and overlap comes from asynchronous work
+Owns: copy-in, gather, reduce and all-reduce streams behind one device-neutral interface, and when a
+buffer may be freed. On CPU the streams are null objects and overlap comes from asynchronous work
 handles. Refuses: deciding what runs where.
 
 [Note: a buffer lives on one stream]
 A buffer is allocated and freed on one stream, its owner, whose allocator pool it comes from. When
 another stream reads or writes it, that stream first waits for an event of the owner. When the other
-stream is done, the buffer is *retired* with an event of that stream; the reference is kept until
-the owner has been made to wait for that event (``collect``). Only then may the memory go back to
-the owner's pool. ``Tensor.record_stream`` is never used: it frees at an unforeseeable time, which
-fragments memory.
+stream is done, the owner is made to wait for an event of that stream (``retire``). Only then may
+the memory go back to the owner's pool. ``Tensor.record_stream`` is never used: it frees at an
+unforeseeable time, which fragments memory.
+
+The inputs of reductions have an owner that runs nothing. So it can wait for the collective that
+reads an input as soon as that is launched, and no computation is kept waiting.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
@@ -92,11 +93,12 @@ def canonical_device(device: torch.device) -> torch.device:
 
 
 class CommStreams:
-    """Four streams for one device, and the buffers that are in retirement on them.
+    """The streams of communication for one device, and the buffers that are in retirement on them.
 
     Attributes:
         copy_in: packs shards and owns gather buffers.
         gather: runs all-gathers.
+        inputs: owns the inputs of reductions, and runs nothing.
         reduce: runs reduce-scatters and owns their outputs.
         all_reduce: runs all-reduces over replicas.
         asynchronous_work: whether overlap must come from asynchronous work, because the device has
@@ -109,7 +111,7 @@ class CommStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = canonical_device(device)
-        self._retired: defaultdict[Stream, list[tuple[StreamEvent, tuple[torch.Tensor, ...]]]]
+        self._retired: defaultdict[Stream, list[tuple[StreamEvent, torch.Tensor]]]
         self._retired = defaultdict(list)  # by owner
         has_streams = traits_of(self.device).streams
         self._module: Any = torch.get_device_module(self.device) if has_streams else None
@@ -117,6 +119,7 @@ class CommStreams:
         self._null_current = NullStream("current")
         self.copy_in: Stream = self._new("copy_in")
         self.gather: Stream = self._new("gather")
+        self.inputs: Stream = self._new("inputs")
         self.reduce: Stream = self._new("reduce")
         self.all_reduce: Stream = self._new("all_reduce")
 
@@ -139,7 +142,7 @@ class CommStreams:
 
     @property
     def retired(self) -> int:
-        """How many batches of buffers are in retirement."""
+        """How many buffers are held back in retirement."""
         return sum(map(len, self._retired.values()))
 
     def current(self) -> Stream:
@@ -161,34 +164,34 @@ class CommStreams:
             return NOTHING
         return cast("AbstractContextManager[object]", self._module.stream(stream))
 
-    def retire(self, tensors: Iterable[torch.Tensor], owner: Stream, after: StreamEvent) -> None:
-        """Keep ``tensors`` alive until ``collect(owner)`` has made their owner wait for ``after``.
+    def retire(
+        self, buffer: torch.Tensor, owner: Stream, after: StreamEvent, *, keep: int = 0
+    ) -> None:
+        """End the use of a buffer: let its owner wait for ``after``, and drop the reference.
 
-        A device without streams needs no waiting, so tensors are not kept. See [Note: a buffer
-        lives on one stream].
-        """
-        if self._module is not None:
-            self._retired[owner].append((after, tuple(tensors)))
-
-    def collect(self, owner: Stream, *, keep: int = 0) -> None:
-        """Make ``owner`` wait for what its retired buffers were retired after, and drop them.
-
-        Call it before ``owner`` allocates, so that it can have the memory back.
+        A device without streams needs no waiting. See [Note: a buffer lives on one stream].
 
         Args:
-            owner: the stream whose buffers to drop.
-            keep: leave this many of its newest batches in retirement, without waiting for them.
+            buffer: the memory, to which the caller keeps no other reference.
+            owner: the stream that allocated it.
+            after: the last use on another stream.
+            keep: hold this many of the owner's newest buffers back, without waiting for them.
         """
-        batches = self._retired[owner]
-        while len(batches) > keep:
-            after, _ = batches[0]
+        if self._module is not None:
+            self._retired[owner].append((after, buffer))
+            self._collect(owner, keep)
+
+    def _collect(self, owner: Stream, keep: int) -> None:
+        buffers = self._retired[owner]
+        while len(buffers) > keep:
+            after, _ = buffers[0]
             owner.wait_event(after)
-            del batches[0]
+            del buffers[0]
 
     def collect_all(self) -> None:
-        """Drop every retired buffer, its owner waiting as in ``collect``; for the end of a step."""
+        """Drop what ``retire`` held back, its owner waiting; for the end of a step."""
         for owner in self._retired:
-            self.collect(owner)
+            self._collect(owner, 0)
 
     def synchronize_with_current(self, event: StreamEvent | None = None) -> None:
         """Make copy-in and gather wait for the current stream; call it once before a root forward.

@@ -51,13 +51,13 @@ def all_to_all(
 class _Parts:
     """Memory for the parts of one reduction, in a block of a pool.
 
-    Without streams the block is kept for the process group's next reduction; elsewhere an allocator
-    keeps it, who knows which streams still use it.
+    The host's memory is kept for the process group's next reduction. A device has an allocator that
+    keeps it.
     """
 
     def __init__(self, numel: int, input: torch.Tensor, process_group: dist.ProcessGroup) -> None:
         """Allocate ``numel`` elements of the dtype of ``input``."""
-        kept, nbytes = not traits_of(input.device).streams, numel * input.itemsize
+        kept, nbytes = not traits_of(input.device).queued, numel * input.itemsize
         self.pool = _pools.setdefault(process_group, BlockPool()) if kept else BlockPool()
         new = functools.partial(torch.empty, dtype=torch.uint8, device=input.device)
         self.block = self.pool.take_block(nbytes, new)

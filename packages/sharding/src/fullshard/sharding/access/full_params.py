@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from fullshard.comm.spi import as_arrived
+from fullshard.comm.spi import as_arrived, carrier_of
 from fullshard.sharding.base.compat import local_shard, make_dtensor, spec_of
 from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.groups.param_group import FSDPParamGroup
+from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["CopiedParams", "FullParams", "LeasedParams", "Mode"]
@@ -119,7 +122,7 @@ class FullParams:
             local = local.to(device, given.dtype).contiguous()
         else:  # its memory was freed
             local = torch.empty(local.shape, dtype=given.dtype, device=device)
-        local = local_shard(distribute_tensor(local, mesh, [Replicate()] * mesh.ndim))
+        _send_from_first(local, mesh)
         return make_dtensor(local, spec_of(given)) if isinstance(given, DTensor) else local
 
     def _given(self, param: FSDPParam) -> torch.Tensor:
@@ -200,7 +203,7 @@ class CopiedParams(FullParams):
         device = torch.device("cpu") if self.mode.on_cpu else self.group.device
         self.group.copied = True
         for param in self.group.params:
-            full = _on_mesh(param.sharded).full_tensor()
+            full = _on_carrier(param.sharded).full_tensor()
             if self.holds:
                 copy = nn.Parameter(
                     full.to(device, copy=True), requires_grad=param.sharded.requires_grad
@@ -217,10 +220,28 @@ class CopiedParams(FullParams):
         return torch.empty(param.shape, dtype=param.sharded.dtype, device="meta")
 
 
-def _on_mesh(sharded: nn.Parameter) -> DTensor:
-    """Return ``sharded`` outside autograd, on its mesh's device: shards may live on the CPU."""
+def _on_carrier(sharded: nn.Parameter) -> DTensor:
+    """Return ``sharded`` outside autograd, on the device on which its mesh's collectives run."""
     tensor = cast(DTensor, sharded.detach())
-    return cast(DTensor, tensor.to(tensor.device_mesh.device_type))
+    mesh = tensor.device_mesh
+    return cast(DTensor, tensor.to(carrier_of(mesh.get_group(0), device_of_mesh(mesh))))
+
+
+def _send_from_first(values: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Copy the values of the first rank of ``mesh`` to all its ranks, axis by axis, in place.
+
+    Args:
+        values: a contiguous tensor on the device of ``mesh``.
+        mesh: all its ranks call this.
+    """
+    if values.numel() == 0:
+        return
+    flat = values.reshape(-1).view(torch.uint8)  # gloo knows fewer dtypes
+    for process_group in mesh.get_all_groups():
+        sent = flat.to(carrier_of(process_group, values.device))
+        dist.broadcast(sent, group=process_group, group_src=0)
+        if sent is not flat:
+            flat.copy_(sent)
 
 
 def _store(param: FSDPParam, part: torch.Tensor, arrived: torch.Tensor) -> None:

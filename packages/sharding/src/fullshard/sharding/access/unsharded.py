@@ -12,13 +12,13 @@ from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fullshard.comm.spi import host_values, release_frames
+from fullshard.comm.spi import release_frames
 from fullshard.sharding.access.full_params import FullParams, Mode
 from fullshard.sharding.base.checks import require_bool
 from fullshard.sharding.base.compat import untraced
+from fullshard.sharding.base.exchange import numbers_of_ranks
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
 from fullshard.sharding.hooks.lookup import state_of, the_states
 from fullshard.sharding.hooks.module_state import ModuleState
@@ -210,10 +210,9 @@ def _refuse_forward(module: nn.Module, args: object) -> NoReturn:
 
 def on_any_rank(mine: bool, groups: Iterable[FSDPParamGroup]) -> bool:
     """Return whether ``mine`` holds on any of the ranks that share these groups."""
-    found = {each: group.device for group in groups for each in group.mesh_info.process_groups}
+    found = {each: group for group in groups for each in group.mesh_info.process_groups}
     flag = int(mine)
-    for process_group, device in found.items():
-        told = torch.tensor(flag, device=device)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=process_group)
-        flag = int(host_values(told, [flag])[0])
+    for process_group, group in found.items():
+        plug_in = group.gathering.config.comm
+        flag = max(numbers_of_ranks(flag, process_group, group.device, plug_in))
     return bool(flag)

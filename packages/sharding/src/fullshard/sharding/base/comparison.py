@@ -14,14 +14,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import EventKind, ProcessGroupTransport, check_collective
-from fullshard.comm.spi import AutomaticTransport, host_values, shares_memory
+from fullshard.comm import AllGather, EventKind, check_collective
+from fullshard.sharding.base.exchange import numbers_of_ranks, objects_of_ranks
 from fullshard.sharding.base.job import OTHER_JOBS, differing_jobs, job_of_this_rank
 
 __all__ = ["Comparison", "Line", "RankMismatchError"]
 
 Line = tuple[str, str]
 """What is compared; what is said."""
+
+_DIGEST_BYTES = 8
 
 
 class RankMismatchError(RuntimeError):
@@ -50,6 +52,7 @@ class Comparison:
         found: str,
         process_group: dist.ProcessGroup,
         device: torch.device,
+        plug_in: AllGather | None = None,
     ) -> str:
         """Return what the ranks disagree on; nothing if they agree, on an error too.
 
@@ -57,27 +60,21 @@ class Comparison:
             lines: what must be equal on all ranks.
             found: an error of this rank, or what an earlier comparison found.
             process_group: the ranks that compare.
-            device: on which the digest travels.
+            device: the device on which the ranks compute.
+            plug_in: the collective for the digest if the group serves neither the CPU nor
+                ``device``.
         """
-        world_size = dist.get_world_size(process_group)
-        if world_size == 1:
+        if dist.get_world_size(process_group) == 1:
             return ""
         mine = [*([(f"error: {found}",) * 2] if found else []), *lines]
         job = job_of_this_rank()
         text = "\n".join([job, *(compared for compared, _ in mine)])
         digest = hashlib.sha256(text.encode()).digest()
-        number = int.from_bytes(digest[:8], signed=True)
-        own = torch.tensor([number], dtype=torch.int64, device=device)
-        # filled with our own, so that a process group that moves nothing finds agreement
-        digests = own.repeat(world_size)
-        check_collective(EventKind.ALL_GATHER, self.what, process_group, nbytes=own.nbytes)
-        shared = shares_memory(process_group, device)  # sockets take ten times as long
-        transport = AutomaticTransport() if shared else ProcessGroupTransport()
-        transport.all_gather(digests, own, process_group, False)
-        if set(host_values(digests, [number] * world_size)) == {number}:
+        number = int.from_bytes(digest[:_DIGEST_BYTES], signed=True)
+        check_collective(EventKind.ALL_GATHER, self.what, process_group, nbytes=_DIGEST_BYTES)
+        if set(numbers_of_ranks(number, process_group, device, plug_in)) == {number}:
             return ""
-        everyone: list[tuple[str, list[Line]]] = [("", [])] * world_size
-        dist.all_gather_object(everyone, (job, mine), group=process_group)
+        everyone = objects_of_ranks((job, mine), process_group, device, plug_in)
         by_rank = dict(zip(dist.get_process_group_ranks(process_group), everyone, strict=True))
         jobs = differing_jobs({rank: told for rank, (told, _) in by_rank.items()})
         return jobs or self._explained({rank: lines for rank, (_, lines) in by_rank.items()})

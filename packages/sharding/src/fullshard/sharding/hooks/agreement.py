@@ -47,6 +47,8 @@ def check_agreement(states: Sequence[ModuleState], root: ModuleState, error: str
     known = _ranks_of(root)
     compared = _counted_anew(_names_of(states))
     differing = set()
+    groups = (group for state in states for group in state.groups)
+    plug_in = next((group.gathering.config.comm for group in groups), None)
     for exchange in _exchanges(states):
         if exchange.process_group in differing:
             continue  # its ranks know, and may not agree on whether there is more to exchange
@@ -61,7 +63,7 @@ def check_agreement(states: Sequence[ModuleState], root: ModuleState, error: str
             lines += zip(*both, strict=True)
         # Errors are raised only after the last exchange: ranks of other groups would wait for it.
         found = verdict or error
-        difference = _WORDS.verdict(lines, found, exchange.process_group, root.device)
+        difference = _WORDS.verdict(lines, found, exchange.process_group, root.device, plug_in)
         if difference:
             differing.add(exchange.process_group)
             verdict = difference

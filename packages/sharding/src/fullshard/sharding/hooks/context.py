@@ -181,7 +181,6 @@ class RootContext:
             changed = gathered != learnt.gathered or any(each.void for each in learnt.gathers)
             if gathered and changed:
                 learnt.learn(gathered)
-        self.shared.streams.collect_all()
         if not torch.is_grad_enabled():  # else backward follows
             release_frames()
         if raised:

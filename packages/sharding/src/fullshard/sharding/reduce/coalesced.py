@@ -50,7 +50,9 @@ class CoalescedReduction:
             for setup, gradients in waiting.items():
                 self._queue.launch(setup, gradients)
         else:
-            self._queue.launch(together, [each for some in waiting.values() for each in some])
+            gradients = [each for some in waiting.values() for each in some]
+            waiting.clear()
+            self._queue.launch(together, gradients)
 
     def abandon(self) -> None:
         """Drop the waiting reductions: their backward raised."""

@@ -38,6 +38,7 @@ from fullshard.comm.spi import (
     ReducePlan,
     emit,
     host_values,
+    traits_of,
 )
 from fullshard.sharding.base.compat import (
     hooks_after_accumulation,
@@ -58,8 +59,11 @@ __all__ = [
     "SharedComm",
 ]
 
-Gradients = Sequence[torch.Tensor | None]
-"""Per parameter of a reduction the full gradient; None where this rank has none."""
+Gradients = list[torch.Tensor | None]
+"""Per parameter of a reduction the full gradient; None where this rank has none.
+
+Whoever launches the reduction empties the list, so that the gradients are freed.
+"""
 
 InFlight = ReduceInFlight | AllReduceInFlight
 """A reduction in flight, whatever follows its reduce-scatter."""
@@ -319,11 +323,11 @@ class SharedComm:
     def of(cls, device: torch.device) -> SharedComm:
         """Return what a new root on ``device`` communicates through.
 
-        Without streams memory is kept for the next collective: new memory costs page faults there,
-        and what an allocator keeps for others elsewhere.
+        The host's memory is kept for the next collective: new memory costs page faults there. A
+        device has an allocator that keeps memory for all.
         """
         streams = CommStreams(device)
-        source = BufferPool() if streams.asynchronous_work else BufferSource()
+        source = BufferSource() if traits_of(device).queued else BufferPool()
         return cls(streams=streams, queue=ReductionQueue(), source=source)
 
 
