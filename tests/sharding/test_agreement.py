@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from fullshard.comm import DefaultAllGather, DefaultReduceScatter, EventLog, observe
 from fullshard.policies import DepthPrefetch, MixedPrecisionPolicy
