@@ -2,86 +2,117 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from fullshard.sharding import fully_shard
 from support.members import ROOT
+from support.ranks import run_on_ranks
 
 PAGE = ROOT / "docs" / "concepts" / "reading-one-step.md"
 PHASES = ("Sharding", "Forward", "Backward", "Optimizer")
+STOPS = 20  # a reader follows as many in a quarter of an hour
 
-# One rank of eight over the fake backend: a step of the page's model, its calls as they come.
+# One rank of eight over the fake backend, which shares no memory.
 PROGRAM = """
-import json, sys
-import torch, torch.distributed as dist
-from torch import nn
+import json
+import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from fullshard.sharding import fully_shard
-
-calls = {}
-
-def record(phase, run):
-    seen = calls.setdefault(phase, [])
-    def note(frame, event, argument):
-        file = frame.f_code.co_filename
-        if event == "call" and "/src/fullshard/" in file:
-            seen.append(file.split("/src/fullshard/")[1] + ":" + frame.f_code.co_qualname)
-    sys.setprofile(note)
-    try:
-        return run()
-    finally:
-        sys.setprofile(None)
+from docs.test_reading_one_step import trace_step
 
 dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-blocks = [nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)) for _ in range(3)]
-model = nn.Sequential(*blocks)
-
-def shard():
-    for block in blocks:
-        fully_shard(block)
-    fully_shard(model)
-
-record("Sharding", shard)
-optimizer = torch.optim.AdamW(model.parameters())
-for step in range(2):
-    calls = {"Sharding": calls["Sharding"]}
-    loss = record("Forward", lambda: model(torch.ones(4, 512)).square().mean())
-    record("Backward", loss.backward)
-    record("Optimizer", optimizer.step)
-    optimizer.zero_grad()
-print(json.dumps(calls))
+print(json.dumps(trace_step()))
 """
 
+Calls = dict[str, list[str]]
 
-@pytest.fixture(scope="module")
-def calls() -> dict[str, list[str]]:
-    """The engine's calls by phase, in order."""
-    path = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}
+
+def trace_step() -> Calls:
+    """Return the engine's calls in the second step of a small model, by phase, in order."""
+    calls: Calls = {}
+
+    def record(phase: str, run: Callable[[], Any]) -> Any:
+        seen = calls.setdefault(phase, [])
+
+        def note(frame: Any, event: str, argument: Any) -> None:
+            file = frame.f_code.co_filename
+            if event == "call" and "/src/fullshard/" in file:
+                seen.append(f"{file.split('/src/fullshard/')[1]}:{frame.f_code.co_qualname}")
+
+        sys.setprofile(note)
+        try:
+            return run()
+        finally:
+            sys.setprofile(None)
+
+    width = 512
+    blocks = [
+        nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)) for _ in range(3)
+    ]
+    model = nn.Sequential(*blocks)
+    record("Sharding", lambda: [fully_shard(each) for each in (*blocks, model)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        calls = {"Sharding": calls["Sharding"]}
+        loss = record("Forward", lambda: model(torch.ones(4, width)).square().mean())
+        record("Backward", loss.backward)
+        record("Optimizer", optimizer.step)
+        optimizer.zero_grad()
+    return calls
+
+
+@functools.cache
+def _on_two_ranks() -> Calls:
+    return run_on_ranks(trace_step, 2)[0]
+
+
+@functools.cache
+def _over_a_process_group() -> Calls:
+    path = {"PYTHONPATH": ":".join([str(ROOT / "tests"), *sys.path]), "PATH": ""}
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=path, capture_output=True, text=True, check=True
     )
-    found: dict[str, list[str]] = json.loads(ran.stdout)
+    found: Calls = json.loads(ran.stdout)
     return found
 
 
-def _listed(phase: str) -> list[str]:
-    """The functions that the page's section names, in its order."""
-    (section,) = re.findall(rf"(?ms)^## {phase}$(.*?)(?=^## |\Z)", PAGE.read_text())
-    return re.findall(r"(?m)^\d+\. `([\w/]+\.py:[\w.<>]+)`", section)
+def _listed(section: str) -> list[str]:
+    """Return the functions that a section of the page names, in its order."""
+    (text,) = re.findall(rf"(?ms)^## {section}$(.*?)(?=^## |\Z)", PAGE.read_text())
+    return re.findall(r"(?m)^\d+\. `([\w/]+\.py:[\w.<>]+)`", text)
+
+
+def _assert_in_order(listed: list[str], calls: list[str]) -> None:
+    assert len(listed) >= 2
+    rest = iter(calls)
+    for name in listed:
+        assert name in calls, f"{name} does not run in this phase"
+        assert any(call == name for call in rest), f"{name} runs before what is listed above it"
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_what_a_section_lists_runs_in_that_order(phase: str, calls: dict[str, list[str]]) -> None:
-    listed = _listed(phase)
-    assert len(listed) >= 2
-    rest = iter(calls[phase])
-    for name in listed:
-        assert name in calls[phase], f"{name} does not run in this phase"
-        assert any(call == name for call in rest), f"{name} runs before what is listed above it"
+def test_what_a_section_lists_runs_in_that_order_where_ranks_share_memory(phase: str) -> None:
+    _assert_in_order(_listed(phase), _on_two_ranks()[phase])
+
+
+def test_what_the_last_section_lists_runs_in_that_order_over_a_process_group() -> None:
+    calls, listed = _over_a_process_group(), _listed("Over a process group")
+    _assert_in_order(listed, [*calls["Forward"], *calls["Backward"]])
+    shared = _on_two_ranks()
+    assert not set(listed) & {*shared["Forward"], *shared["Backward"]}
+
+
+def test_a_reader_follows_few_stops() -> None:
+    assert sum(len(_listed(phase)) for phase in PHASES) <= STOPS
 
 
 def test_every_file_that_the_page_names_is_there() -> None:
