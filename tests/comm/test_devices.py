@@ -50,7 +50,7 @@ def test_a_device_with_one_queue_gets_streams_that_do_nothing() -> None:
         streams.synchronize_with_current()
         streams.gather.wait_event(streams.record())
         with streams.use(streams.reduce):
-            streams.retire([torch.ones(1)], streams.copy_in, streams.record())
+            streams.retire(torch.ones(1), streams.copy_in, streams.record())
     assert streams.asynchronous_work
     assert streams.retired == 0
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard_bench import Shape
-from fullshard_bench.models import make_workload
+from fullshard_bench.models.registry import make_workload
 from fullshard_bench.models.workload import fill
 
 __all__ = ["Model", "models"]
