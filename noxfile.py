@@ -165,11 +165,11 @@ def gpu(session: nox.Session) -> None:
     session.run(*command, env={"PYTHONPATH": _tests_path()})
 
 
-@nox.session(requires=["workspace"], venv_backend="none", default=False)
+@nox.session(requires=["workspace"], default=False)
 def device(session: nox.Session) -> None:
-    """A core of the tests on accelerators that every machine has: ``-- async`` runs one of them.
+    """A core of the tests on accelerators that every machine has: ``-- async`` or ``-- vulkan``.
 
-    Arguments after the name go to pytest.
+    Without a name it runs both. Arguments after the name go to pytest.
     """
     chosen = session.posargs[:1] if session.posargs[:1] in ([each] for each in DEVICES) else []
     for name in chosen or DEVICES:
@@ -180,11 +180,26 @@ def _on_async(session: nox.Session, arguments: list[str]) -> None:
     """The asynchronous device of tests/support/device, which g++ and ninja build once."""
     pytest = (_workspace(session, "pytest"), "-q", "-n", "2", "--dist", "loadfile")
     marked = ("--device", "async", "-m", "(device or gpu) and not matrix")
-    session.run(*pytest, *marked, *(arguments or CORE_ON_DEVICES))
+    session.run(*pytest, *marked, *(arguments or CORE_ON_DEVICES), external=True)
+
+
+def _on_vulkan(session: nox.Session, arguments: list[str]) -> None:
+    """The device of torchvulkan, in an environment of its own, on any Vulkan driver."""
+    _install_members(session, "tests")
+    session.install("--no-deps", "torchvulkan==0.2.1")
+    found = session.run(
+        "python", "-c", "import torchvulkan as v; print(v.is_available())", silent=True
+    )
+    if str(found).split()[-1:] != ["True"]:
+        session.skip(
+            "no Vulkan driver, so nothing was run on vulkan; Debian's package mesa-vulkan-drivers "
+            "has one that needs no GPU: apt-get install mesa-vulkan-drivers"
+        )
+    session.run("pytest", "-q", "--durations=5", *(arguments or ["tests/device_vulkan"]))
 
 
 # Each is run by `device`; how it installs what it needs, and which marks or folders it runs.
-DEVICES = {"async": _on_async}
+DEVICES = {"async": _on_async, "vulkan": _on_vulkan}
 # Where tests are marked `device`; a folder that has none would only cost its collection.
 CORE_ON_DEVICES = ["tests/device", "tests/gpu", "tests/parity", "tests/policies", "tests/wire"]
 CORE_ON_DEVICES += ["tests/checkpoint"]

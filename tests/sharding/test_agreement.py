@@ -352,7 +352,7 @@ def _over_nothing(width: int) -> Any:
     assert isinstance(group, dist.ProcessGroup)
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"over_{group.group_name}",))
     torch.manual_seed(0)
-    layer: Any = fully_shard(nn.Linear(WIDTH, width), mesh=mesh)
+    layer = fully_shard(nn.Linear(WIDTH, width), mesh=mesh)
     layer.set_custom_all_gather(DefaultAllGather(transport=_OverWorld()))
     layer.set_custom_reduce_scatter(DefaultReduceScatter(transport=_OverWorld()))
     return layer
@@ -362,8 +362,7 @@ def _over_nothing(width: int) -> Any:
 def test_where_the_group_serves_nothing_the_plug_in_carries_what_ranks_compare() -> None:
     layer = _over_nothing(4)
     layer(torch.ones(2, WIDTH)).sum().backward()
-    gradient: Any = layer.weight.grad
-    assert gradient.to_local().eq(2.0).all()
+    assert layer.weight.grad.to_local().eq(2.0).all()
     with unsharded(layer, writeback=True), torch.no_grad():
         layer.bias.fill_(3.0)
     assert layer.bias.to_local().eq(3.0).all()

@@ -7,24 +7,29 @@ import io
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OWN_COLLECTIVE", "run_page"]
+__all__ = ["NEW_DEVICE", "OWN_COLLECTIVE", "run_page"]
 
-OWN_COLLECTIVE = Path(__file__).parents[3] / "docs" / "how-to" / "own-collective.md"
+_HOW_TO = Path(__file__).parents[3] / "docs" / "how-to"
+NEW_DEVICE = _HOW_TO / "new-device.md"
+OWN_COLLECTIVE = _HOW_TO / "own-collective.md"
 
 
-def run_page(page: Path, *, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
+def run_page(
+    page: Path, *, leave_out: tuple[str, ...] = (), only: int | None = None
+) -> dict[str, Any]:
     """What the page's blocks define, after they ran; what they print is under ``"printed"``.
 
     Args:
         page: a Markdown file; its blocks fenced as ``python`` are run.
         leave_out: headings of sections that are not.
+        only: how many of its blocks; None: all.
 
     Raises:
         ValueError: if the page lacks one of these headings or has no block.
     """
     namespace: dict[str, Any] = {"__name__": page.stem}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        for code in _blocks(page, leave_out):
+        for code in _blocks(page, leave_out)[:only]:
             exec(compile(code, str(page), "exec"), namespace)
     namespace["printed"] = printed.getvalue()
     return namespace
