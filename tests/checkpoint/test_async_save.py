@@ -232,7 +232,7 @@ def _commits_and_dies(*args: Any) -> Any:
 DEATHS: dict[str, tuple[int, Any, Callable[[], Any]]] = {
     "before it writes": (2, FileSystemWriter, lambda: ("write_data", _dies)),
     "before the others write": (1, writing, lambda: ("_agreed", _dies)),
-    "before it has told": (2, writing, lambda: ("said_of", _dies)),
+    "before it has told": (2, writing, lambda: ("format_error", _dies)),
     "the first, before it commits": (0, writing, lambda: ("_commit", _dies)),
     "the first, after it committed": (0, writing, lambda: ("_commit", _commits_and_dies)),
 }

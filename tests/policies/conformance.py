@@ -25,10 +25,10 @@ from fullshard.policies import (
     WrapPolicy,
 )
 from fullshard.sharding import (
-    AsTheyAre,
     FieldPrecision,
     FixedReshard,
     FullPrecision,
+    FullWidth,
     ModuleCasts,
     NoOffload,
     Offload,
@@ -70,7 +70,7 @@ RESHARD: tuple[ReshardPolicy, ...] = (
     FixedReshard(),
 )
 PREFETCH: tuple[PrefetchPolicy, ...] = (DepthPrefetch(), NoPrefetch(), ReverseOrderPrefetch())
-WIRE: tuple[WireForms, ...] = (WirePolicy(), AsTheyAre())
+WIRE: tuple[WireForms, ...] = (WirePolicy(), FullWidth())
 WRAP: tuple[WrapPolicy, ...] = (ClassWrap(()), SizeWrap())
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fullshard.sharding import fully_shard, register_fsdp_forward_method, unsharded
-from fullshard.sharding.params.touch import explain_touch
+from fullshard.sharding.params.sharded_access_errors import explain_touch
 from support.events.models import DIM, batch, make_net
 from support.events.recorder import ours
 from support.modules import Assembled

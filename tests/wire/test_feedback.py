@@ -24,7 +24,7 @@ from fullshard.comm import (
 )
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
-from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.lookup import owner_of
 from fullshard.wire import ErrorFeedback, Quantised, WidenedReducePlan, WirePolicy
 from fullshard.wire.blocks import BlockSpec, in_blocks
 from fullshard.wire.feedback import Residual

@@ -63,7 +63,7 @@ LEFT_OUT: dict[Site, str] = {
     ),
     (
         "FSDPParamGroup.wait_for_unshard",
-        "self.gathering.wait(private=private, movable=not self._live)",
+        "self.gathering.wait(user_may_write=user_may_write, no_graph_alias=not self._live)",
     ): _FOUND,
     ("StepSettings.finalize_backward", "handle.wait()"): (
         "sets the gradients; the wait is in ReductionQueue.commit"

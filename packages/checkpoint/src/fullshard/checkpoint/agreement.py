@@ -21,7 +21,7 @@ from fullshard.checkpoint.parts import as_cut
 from fullshard.sharding import RankMismatchError, map_tensors
 from fullshard.sharding.spi import Comparison, device_of_mesh, is_plain, local_shard, tensors_in
 
-__all__ = ["EXCHANGE", "agree", "agree_over", "said_of", "settle", "told"]
+__all__ = ["EXCHANGE", "agree", "agree_over", "format_error", "settle", "told"]
 
 EXCHANGE = Comparison(
     what="the agreement on an optimizer's state",
@@ -32,7 +32,7 @@ EXCHANGE = Comparison(
 """What errors of ranks, and differences between them, are told with."""
 
 
-def said_of(error: BaseException | None) -> str:
+def format_error(error: BaseException | None) -> str:
     """Return the text of an error for other ranks; nothing if there is none."""
     return "" if error is None else f"{type(error).__name__}: {error}"
 
@@ -68,7 +68,7 @@ def agree(params: Mapping[str, torch.Tensor], state: StateDict, error: Exception
         if isinstance(param, DTensor):
             for process_group in param.device_mesh.get_all_groups():
                 spread.setdefault(process_group, {})[name] = param
-    verdict = said_of(error)
+    verdict = format_error(error)
     for process_group, compared in spread.items():
         found = _verdict(process_group, compared, state, verdict)
         if found.startswith(EXCHANGE.mismatch):  # on all of its ranks: some may have no part
@@ -101,7 +101,7 @@ def agree_over(
     verdict = ""
     if process_group is not None:
         told = [(line, line) for line in lines]
-        verdict = comparison.verdict(told, said_of(error), process_group, device)
+        verdict = comparison.verdict(told, format_error(error), process_group, device)
     settle(error, verdict)
 
 

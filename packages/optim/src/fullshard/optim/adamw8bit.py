@@ -33,7 +33,7 @@ from fullshard.optim.base.options import (
 )
 from fullshard.optim.base.stepped import Stepped
 from fullshard.optim.owners.ranks import ranks_of
-from fullshard.optim.owners.recut import recut
+from fullshard.optim.owners.reshard import recut
 from fullshard.optim.quantised.averages import Averages, batches_of
 from fullshard.optim.quantised.kept import (
     MOMENTS,

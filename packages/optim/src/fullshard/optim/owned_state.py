@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 from fullshard.checkpoint.spi import box_here
 from fullshard.optim.base.loading import Shapes
 from fullshard.optim.base.stepped import Stepped, described, label_of
-from fullshard.optim.owners.laying import Laid
-from fullshard.optim.owners.recut import recut
+from fullshard.optim.owners.owner_layout import Laid
+from fullshard.optim.owners.reshard import recut
 from fullshard.optim.preconditioned import AVERAGES, Kept, kept_of
 from fullshard.sharding.spi import ShardingSpec, local_shard, make_dtensor, make_spec, spec_of
 

@@ -33,9 +33,9 @@ from fullshard.optim.owned_state import (
     shapes_of,
 )
 from fullshard.optim.owners.exchange import Arrived, Batch
-from fullshard.optim.owners.laying import Laid, Laying, Owned
 from fullshard.optim.owners.matrices import Split, matrix_shape
 from fullshard.optim.owners.optimizer import MatrixOptimizer, MatrixWork
+from fullshard.optim.owners.owner_layout import Laid, Laying, Owned
 from fullshard.optim.owners.schedule import Job, Schedule
 from fullshard.optim.preconditioned import flops_of, new_state, start, update_of
 

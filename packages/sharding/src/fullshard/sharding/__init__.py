@@ -38,8 +38,8 @@ from fullshard.sharding.optim.clip import clip_grad_norm_, grad_norm
 from fullshard.sharding.optim.rebinding import rebind_optimizer
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import (
-    AsTheyAre,
     FixedReshard,
+    FullWidth,
     ModuleCasts,
     NoOffload,
     Offload,
@@ -52,7 +52,6 @@ from fullshard.sharding.protocols import (
 )
 
 __all__ = [
-    "AsTheyAre",
     "DDPMeshInfo",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
@@ -62,6 +61,7 @@ __all__ = [
     "FieldPrecision",
     "FixedReshard",
     "FullPrecision",
+    "FullWidth",
     "GradientReductionHandle",
     "GroupStatistics",
     "HSDPMeshInfo",

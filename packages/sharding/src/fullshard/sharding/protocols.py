@@ -18,8 +18,8 @@ from fullshard.comm import AllGather, Layout, ReduceConfig, TensorSpec, default_
 from fullshard.comm.spi import ReducePlan
 
 __all__ = [
-    "AsTheyAre",
     "FixedReshard",
+    "FullWidth",
     "ModuleCasts",
     "NoOffload",
     "Offload",
@@ -223,7 +223,7 @@ class ReverseOrderPrefetch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsTheyAre:
+class FullWidth:
     """Shards and gradients travel in the dtypes in which they are used and summed."""
 
     all_gather = staticmethod(default_all_gather)

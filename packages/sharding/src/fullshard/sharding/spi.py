@@ -25,7 +25,7 @@ from fullshard.sharding.hooks.static_schedule import StaticSchedule
 from fullshard.sharding.mesh.mesh_info import device_of_mesh, device_type_of
 from fullshard.sharding.mesh.subgroups import known_subgroup
 from fullshard.sharding.optim.rules import STEP_NUMBERS
-from fullshard.sharding.params.owner import owner_of, sharded_of
+from fullshard.sharding.params.lookup import owner_of, sharded_of
 from fullshard.sharding.params.registry import registry_of
 from fullshard.sharding.reduce.reduction import PlainReduce
 

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.agreement import said_of
+from fullshard.checkpoint.agreement import format_error
 from fullshard.checkpoint.saving.meeting import LostRanksError, Meeting
 
 __all__ = ["SaveError", "write"]
@@ -120,7 +120,8 @@ def write(
         error = caught
     try:
         verdict = meeting.ask(
-            _Written(mine, results, said_of(error)), lambda told: _commit(planner, told, folder)
+            _Written(mine, results, format_error(error)),
+            lambda told: _commit(planner, told, folder),
         )
     except LostRanksError as lost:
         written = lost.first and _is_there(folder, save_id)
@@ -221,7 +222,7 @@ def _commit(planner: DefaultSavePlanner, told: Sequence[_Written], folder: Path)
         (temporary / ".metadata").replace(folder / ".metadata")
         _to_disk(folder)
     except Exception as error:
-        return f"rank 0: {said_of(error)}"
+        return f"rank 0: {format_error(error)}"
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     kept = {result.storage_data.relative_path for each in told for result in each.results}

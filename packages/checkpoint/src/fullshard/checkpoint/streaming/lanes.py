@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from fullshard.checkpoint.agreement import said_of
+from fullshard.checkpoint.agreement import format_error
 from fullshard.checkpoint.streaming.handover import Full, Handover
 from fullshard.checkpoint.streaming.plan import Piece, Streamed, pieces_for
 from fullshard.checkpoint.streaming.shards import PinnedShards, memory
@@ -58,7 +58,7 @@ def _send_message(
     try:
         message = shards.message(pieces)
     except Exception as error:
-        text = torch.frombuffer(bytearray(said_of(error).encode()), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(format_error(error).encode()), dtype=torch.uint8)
         _send(torch.tensor([text.numel()]), group, to, _ANSWER)
         _send(text, group, to, _ANSWER)
         raise

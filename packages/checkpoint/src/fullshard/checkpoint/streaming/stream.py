@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.agreement import agree_over, said_of, settle
+from fullshard.checkpoint.agreement import agree_over, format_error, settle
 from fullshard.checkpoint.names import ParamNames
 from fullshard.checkpoint.process_groups import own_group, ranks_of
 from fullshard.checkpoint.streaming.handover import Handover
@@ -312,7 +312,7 @@ def _process_group(
     said = "group=None"
     if group is not None:
         said = f"group {group.group_name} of ranks {dist.get_process_group_ranks(group)}"
-    verdict = said_of(error)
+    verdict = format_error(error)
     for mesh in {each.device_mesh: None for each in params.values() if isinstance(each, DTensor)}:
         for axis in mesh.get_all_groups():
             found = _STREAM.verdict([(said, said)], verdict, axis, device_of_mesh(mesh))

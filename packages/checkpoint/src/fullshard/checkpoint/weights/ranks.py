@@ -11,7 +11,7 @@ from typing import TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.agreement import said_of, settle
+from fullshard.checkpoint.agreement import format_error, settle
 from fullshard.checkpoint.weights.tensors import ModelTensor
 from fullshard.sharding.spi import Comparison, device_of_mesh
 
@@ -64,7 +64,7 @@ def agree_over_meshes(
             on_mesh = lines.setdefault(each.tensor.device_mesh, [])
             if each.name in said:
                 on_mesh.append(said[each.name])
-    verdict = said_of(error)
+    verdict = format_error(error)
     for mesh, compared in lines.items():
         told, device = [(line, line) for line in compared], device_of_mesh(mesh)
         for process_group in mesh.get_all_groups():

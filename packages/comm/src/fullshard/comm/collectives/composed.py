@@ -158,24 +158,24 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
 
 
 def choose_gather(config: GatherConfig) -> None:
-    """Choose the functions that implement the collectives; see ``Chosen``. A collective call."""
+    """Choose the functions that implement the collectives; see ``Dispatch``. A collective call."""
     comm, chosen, transport = config.comm, config.chosen, None
     if isinstance(comm, DefaultAllGather):
         transport = comm.serving(config.process_group, config.device)
         if transport is not None and comm.reusable:
-            chosen.to_first = first_gatherer(transport, config.device)
+            chosen.narrow_launch = first_gatherer(transport, config.device)
     names = ("output_tensor", "input_tensor", "group", "async_op")
     chosen.launch = _by_name(comm, names) if transport is None else transport.all_gather
 
 
 def choose_reduction(config: ReduceConfig) -> None:
-    """Choose the functions that implement the collectives; see ``Chosen``. A collective call."""
+    """Choose the functions that implement the collectives; see ``Dispatch``. A collective call."""
     comm, group, op = config.comm, config.process_group, config.scaling.op
     chosen, transport = config.chosen, None
     if isinstance(comm, DefaultReduceScatter) and is_reduction(op):
         transport = comm.serving(group, config.device)
         if transport is not None and comm.reusable:
-            chosen.to_first = first_reducer(transport, group, config.device)
+            chosen.narrow_launch = first_reducer(transport, group, config.device)
     chosen.parts = getattr(comm, "parts_reducer", _nothing)(group, config.device, op)
     names = ("output_tensor", "input_tensor", "group", "op", "async_op")
     chosen.launch = _by_name(comm, names) if transport is None else transport.reduce_scatter

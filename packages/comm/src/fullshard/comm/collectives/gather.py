@@ -152,7 +152,7 @@ class OwnShards:
                 check_layout(EventKind.ALL_GATHER, config.name, layout, config.process_group)
             if chosen.launch is None:
                 choose_gather(config)
-            few = None if chosen.to_first is None else self._few
+            few = None if chosen.narrow_launch is None else self._few
             with streams.use(streams.copy_in):
                 rank = self._rank if few is None else min(self._rank, few.world_size - 1)
                 buffer = config.source.take(config.comm, few or layout, rank, config.device)
@@ -264,8 +264,8 @@ def _launch(buffer: Buffer, config: GatherConfig, async_op: bool) -> dist.Work |
         tell(config, EventKind.ALL_GATHER, buffer.slice.nbytes, output.nbytes)
     if output.numel() == 0:
         return None  # true on all ranks, so no rank waits
-    if chosen.to_first is not None and buffer.layout.world_size < group.size():
-        return launch(config, chosen.to_first, buffer, group)
+    if chosen.narrow_launch is not None and buffer.layout.world_size < group.size():
+        return launch(config, chosen.narrow_launch, buffer, group)
     assert chosen.launch is not None, "it was chosen"
     return launch(config, chosen.launch, output, buffer.slice, group, async_op)
 

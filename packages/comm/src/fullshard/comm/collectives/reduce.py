@@ -176,7 +176,7 @@ class ReducePlan:
                 in_parts = self._launch_parts(gradients, chosen.parts)
                 if in_parts is not None:
                     return in_parts
-            few = None if chosen.to_first is None else self._few
+            few = None if chosen.narrow_launch is None else self._few
             rank = self._rank if few is None else min(self._rank, few.world_size - 1)
             packed = take_input(config, few or layout, rank)
             pack_gradients(packed, gradients, config.scaling)
@@ -200,9 +200,9 @@ class ReducePlan:
     def _launch_to_first(self, packed: Buffer, output: torch.Tensor) -> dist.Work:
         """The handle of a collective to the few that get a part; see ``first_ranks``."""
         config, layout = self.config, self.layout
-        assert config.chosen.to_first is not None, "it was chosen"
+        assert config.chosen.narrow_launch is not None, "it was chosen"
         group, op = config.process_group, config.scaling.op
-        work = launch(config, config.chosen.to_first, packed, group, op)
+        work = launch(config, config.chosen.narrow_launch, packed, group, op)
 
         def land() -> None:
             if self._rank < packed.layout.world_size:

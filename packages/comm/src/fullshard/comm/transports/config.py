@@ -21,29 +21,29 @@ from fullshard.comm.runtime.streams import CommStreams, canonical_device
 from fullshard.comm.transports.collective import AllGather, ReduceScatter
 from fullshard.comm.transports.contribution import PartsReducer
 
-__all__ = ["Chosen", "GatherConfig", "ReduceConfig", "choose_anew"]
+__all__ = ["Dispatch", "GatherConfig", "ReduceConfig", "choose_anew"]
 
 
-class Chosen:
+class Dispatch:
     """The functions that implement the collectives of a config.
 
     Attributes:
-        launch: called with a collective's tensors, process group (operation) and ``async_op``, in
-            this order; None until it is chosen.
-        to_first: called instead where only the first ranks hold anything: with the buffer of their
-            slices, the process group (and operation); None: nobody. See ``first_ranks``.
-        parts: what reduces gradients that are not packed; None: nothing.
+        launch: takes a collective's tensors, process group (operation) and ``async_op``, in this
+            order; None until it is chosen.
+        narrow_launch: replaces ``launch`` where only the first ranks hold data. It takes the buffer
+            of their slices and the process group (and operation). See ``first_ranks``.
+        parts: reduces gradients that are not packed, if possible.
     """
 
     def __init__(self) -> None:
-        """Nobody yet."""
+        """Start with no choice."""
         self.launch: Callable[..., dist.Work | None] | None = None
-        self.to_first: Callable[..., dist.Work | None] | None = None
+        self.narrow_launch: Callable[..., dist.Work | None] | None = None
         self.parts: PartsReducer | None = None
         _all_chosen.add(self)
 
 
-_all_chosen: weakref.WeakSet[Chosen] = weakref.WeakSet()
+_all_chosen: weakref.WeakSet[Dispatch] = weakref.WeakSet()
 
 
 def choose_anew() -> None:
@@ -61,7 +61,7 @@ class _Shared:
     device: torch.device
     name: str = field(default="", compare=False)
     source: BufferSource = field(default_factory=BufferSource)
-    chosen: Chosen = field(default_factory=Chosen, init=False, repr=False, compare=False)
+    chosen: Dispatch = field(default_factory=Dispatch, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Name the device as tensors do, so that comparing is one comparison."""

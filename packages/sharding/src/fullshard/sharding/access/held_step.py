@@ -62,7 +62,7 @@ class HeldStep:
         for root in self._roots if self._has_backward else ():
             root.finalize_backward()
         for group in self.groups:
-            group.settle()
+            group.reshard_if_unheld()
 
     def wait(self) -> None:
         """Wait for the reductions, and set the sharded gradients."""
@@ -78,7 +78,7 @@ class HeldStep:
             root.reset()
             root.finalizes_by_hand = by_hand
         for group in self.groups:
-            group.settle()
+            group.reshard_if_unheld()
 
     def _restore(self) -> None:
         for group, synced in zip(self.groups, self._synced, strict=True):

@@ -26,7 +26,7 @@ from fullshard.sharding.base.compat import local_shard, make_dtensor, storage_of
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.lookup import owner_of
 from fullshard.sharding.params.param import FSDPParam
 
 __all__ = [

@@ -24,13 +24,13 @@ from fullshard.sharding.hooks.initialise import initialise_root
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.optim.step_hooks import watch_optimizers
-from fullshard.sharding.params.owner import (
+from fullshard.sharding.params.lookup import (
     release_replaced,
     set_owner,
     take_over_data,
 )
 from fullshard.sharding.params.param import Cut, FSDPParam
-from fullshard.sharding.params.touch import unguard
+from fullshard.sharding.params.sharded_access_errors import unguard
 
 __all__ = ["construct"]
 

@@ -20,8 +20,8 @@ from fullshard.sharding.mesh.mesh_axes import mesh_info_of
 from fullshard.sharding.mesh.mesh_info import DataParallelMeshDims, FSDPMeshInfo
 from fullshard.sharding.mesh.post_forward_mesh import post_forward_meshes
 from fullshard.sharding.protocols import (
-    AsTheyAre,
     FixedReshard,
+    FullWidth,
     NoOffload,
     Offload,
     PrecisionPolicy,
@@ -74,7 +74,7 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     prefetch_policy: PrefetchPolicy = ReverseOrderPrefetch(),  # noqa: B008  # frozen
-    wire_policy: WireForms = AsTheyAre(),  # noqa: B008  # frozen
+    wire_policy: WireForms = FullWidth(),  # noqa: B008  # frozen
 ) -> FSDPModule | list[FSDPModule]:
     """Return ``module``, whose parameters are now sharded over the ranks of ``mesh``.
 
@@ -201,7 +201,7 @@ def replicate(
         offload=require(Offload, offload_policy, "offload_policy"),
         reshard=FixedReshard(forward=False),
         prefetch=ReverseOrderPrefetch(),
-        wire=AsTheyAre(),
+        wire=FullWidth(),
     )
     managed = find_managed(modules, ignored_params, None, mesh_info)
     construct(modules, managed, mesh_info, policies, {}, ReplicateModule)

@@ -19,7 +19,7 @@ from fullshard.sharding.api.module import FSDPModule
 from fullshard.sharding.base.torch_objects import converted
 from fullshard.sharding.hooks.lookup import state_of
 from fullshard.sharding.mesh.mesh_info import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.lookup import owner_of
 from fullshard.sharding.params.param import Cut, FSDPParam, Place
 from fullshard.sharding.params.param_sharding import require_shardable
 

@@ -24,7 +24,7 @@ from fullshard.sharding.hooks.lookup import (
     the_state,
     the_states,
 )
-from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.lookup import owner_of
 
 __all__ = [
     "FSDPModule",

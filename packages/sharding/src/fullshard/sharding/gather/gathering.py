@@ -192,7 +192,7 @@ class Gathering:
         if is_alone(config) and inputs.as_stored:
             return AliasedUnshard(memory, inputs)
         shared = None
-        if memory.movable and inputs.layout.specs == memory.specs:  # no copy-out is needed
+        if memory.no_graph_alias and inputs.layout.specs == memory.specs:  # no copy-out is needed
             shared = open_shared_memory(inputs.layout, config, memory.to_use)
         return buffered if shared is None else SharedBufferUnshard(memory, inputs, shared)
 
@@ -271,20 +271,20 @@ class Gathering:
         self.gathers += 1
         self._become(_UNSHARDING)
 
-    def wait(self, *, private: bool, movable: bool) -> None:
+    def wait(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Finish the gather: the modules hold full parameters after it.
 
         Args:
-            private: a user holds them, who may write.
-            movable: no graph holds an alias of them.
+            user_may_write: a user holds them, who may write.
+            no_graph_alias: no graph holds an alias of them.
         """
         in_flight, self.in_flight = self.in_flight, None
         if in_flight is None:
-            if private and self.state is _UNSHARDED and self._prepared is not None:
+            if user_may_write and self.state is _UNSHARDED and self._prepared is not None:
                 memory = self._prepared.memory
-                memory.lie_in(memory.home, private=True, movable=movable)
+                memory.point_at(memory.home, user_may_write=True, no_graph_alias=no_graph_alias)
             return
-        in_flight.land(private=private, movable=movable)
+        in_flight.land(user_may_write=user_may_write, no_graph_alias=no_graph_alias)
         self.swap.to_unsharded()
         self._become(_UNSHARDED)
         if LISTENERS:

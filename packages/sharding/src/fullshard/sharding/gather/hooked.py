@@ -78,7 +78,7 @@ class HookedUnshard(BufferedUnshard):
         super().__init__(memory, inputs)
         self._all = inputs.hooked
         self._hooked = [hooked for hooked in inputs.hooked if hooked is not None]
-        memory.beside = [self._free_hooked]
+        memory.on_free = [self._free_hooked]
 
     def _free_hooked(self) -> None:
         for hooked in self._hooked if not self.memory.stays else ():
@@ -95,11 +95,11 @@ class HookedUnshard(BufferedUnshard):
         ]
 
     @torch.no_grad()
-    def land(self, *, private: bool, movable: bool) -> None:
+    def land(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Unpack, and call the hooks on the tensors that were gathered for them."""
         for hooked in self._hooked:
             hooked.allocate()
-        super().land(private=private, movable=movable)
+        super().land(user_may_write=user_may_write, no_graph_alias=no_graph_alias)
         for hooked in self._hooked:
             hooked.complete()
 

@@ -27,10 +27,10 @@ from fullshard.comm.spi import (
 from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.strategy import (
-    Home,
-    ToUse,
+    ParamStorage,
     UnshardedMemory,
     UnshardStrategy,
+    ViewFns,
     offsets_of,
 )
 
@@ -39,13 +39,13 @@ __all__ = ["AliasedUnshard", "SharedBufferUnshard", "open_shared_memory"]
 # -- a world of one -------------------------------------------------------------------------------
 
 
-class AliasedShards(Home):
+class AliasedShards(ParamStorage):
     """The shards of one group as the memory of its unsharded parameters."""
 
     kept_by_graphs = True
     stays = True
 
-    def __init__(self, shards: OwnShards, to_use: ToUse) -> None:
+    def __init__(self, shards: OwnShards, to_use: ViewFns) -> None:
         """Make the tensors: full shape, with version counters of their own."""
         self._shards = shards
         places = [
@@ -71,19 +71,21 @@ class AliasedUnshard(UnshardStrategy):
         """Move nothing."""
         shards = self.inputs.sends(config)
         if self._alias is None or not self._alias.is_of(shards):
-            usable = self.memory.movable and _lie_as_used(shards, config)
+            usable = self.memory.no_graph_alias and _lie_as_used(shards, config)
             self._alias = AliasedShards(shards, self.memory.to_use) if usable else None
         self._launched = shards, config
 
-    def land(self, *, private: bool, movable: bool) -> None:
+    def land(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Copy where a user may write, or to cast."""
         assert self._launched is not None, "it was launched"
         (shards, config), self._launched = self._launched, None
         memory = self.memory
         if self._alias is not None:
-            memory.lie_in(self._alias, private=private, movable=movable)
+            memory.point_at(
+                self._alias, user_may_write=user_may_write, no_graph_alias=no_graph_alias
+            )
             return
-        memory.move(memory, movable=movable)
+        memory.repoint(memory, no_graph_alias=no_graph_alias)
         pairs = zip(shards.tensors, shards.layout.specs, strict=True)
         memory.fill_from([shard.view(spec.shape) for shard, spec in pairs])
         emit(EventKind.COPY_OUT, config.name, rank=0, nbytes=memory.nbytes, stream="current")
@@ -107,7 +109,7 @@ def _lie_as_used(shards: OwnShards, config: GatherConfig) -> bool:
 # -- ranks of one host ----------------------------------------------------------------------------
 
 
-class SharedMemory(Home):
+class SharedMemory(ParamStorage):
     """The unsharded memory of one group in a shared buffer.
 
     Attributes:
@@ -116,7 +118,7 @@ class SharedMemory(Home):
     """
 
     def __init__(
-        self, buffer: GatherBuffer, layout: Layout, config: GatherConfig, to_use: ToUse
+        self, buffer: GatherBuffer, layout: Layout, config: GatherConfig, to_use: ViewFns
     ) -> None:
         """Make the tensors."""
         offsets, _ = offsets_of(layout.specs)
@@ -142,7 +144,7 @@ class SharedBufferUnshard(UnshardStrategy):
     def __init__(self, memory: UnshardedMemory, inputs: GatherInputs, shared: SharedMemory) -> None:
         """Take private and shared memory of all parameters, and the inputs of the gather."""
         super().__init__(memory, inputs)
-        memory.beside = [shared.free]
+        memory.on_free = [shared.free]
         self._shared = shared
         self._in_flight: SharedGatherInFlight | None = None
 
@@ -152,10 +154,12 @@ class SharedBufferUnshard(UnshardStrategy):
         shared.occupied = True
         self._in_flight = foreach_all_gather_in_place(shards.tensors, shared.full, config)
 
-    def land(self, *, private: bool, movable: bool) -> None:
+    def land(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Wait; copy if parameters are in other memory."""
         self.discard()
-        self.memory.lie_in(self._shared, private=private, movable=movable)
+        self.memory.point_at(
+            self._shared, user_may_write=user_may_write, no_graph_alias=no_graph_alias
+        )
 
     def discard(self) -> None:
         """Waits."""
@@ -164,7 +168,9 @@ class SharedBufferUnshard(UnshardStrategy):
             in_flight.wait()
 
 
-def open_shared_memory(layout: Layout, config: GatherConfig, to_use: ToUse) -> SharedMemory | None:
+def open_shared_memory(
+    layout: Layout, config: GatherConfig, to_use: ViewFns
+) -> SharedMemory | None:
     """Return new shared memory, if the config's collective and device have it; a collective."""
     opener = getattr(config.comm, "open_shared_buffer", None)
     _, nbytes = offsets_of(layout.specs)

@@ -64,9 +64,9 @@ class PostForwardUnshard(UnshardStrategy):
         gather = foreach_all_gather(self._shards, layout, few, async_op=async_op)
         self._inner.in_flight = gather
 
-    def land(self, *, private: bool, movable: bool) -> None:
+    def land(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Wait and copy out, as ``inner`` does."""
-        self._inner.land(private=private, movable=movable)
+        self._inner.land(user_may_write=user_may_write, no_graph_alias=no_graph_alias)
 
     def discard(self) -> None:
         """Wait for a gather whose result is not needed."""

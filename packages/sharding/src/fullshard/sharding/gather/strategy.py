@@ -38,25 +38,25 @@ from fullshard.sharding.gather.inputs import GatherInputs
 
 __all__ = [
     "BufferedUnshard",
-    "Home",
-    "ToUse",
+    "ParamStorage",
     "UnshardInFlight",
     "UnshardStrategy",
     "UnshardedMemory",
+    "ViewFns",
     "offsets_of",
     "view_of",
 ]
 
 _ALIGNMENT = 64  # bytes: a cache line, and more than any vector load asks for
 
-ToUse = Sequence[Callable[[torch.Tensor], torch.Tensor]]
+ViewFns = Sequence[Callable[[torch.Tensor], torch.Tensor]]
 """Per parameter, what the modules see of what was gathered, in the same memory."""
 
 
 # -- memory ---------------------------------------------------------------------------------------
 
 
-class Home:
+class ParamStorage:
     """Memory for a group's unsharded parameters, always allocated unless a subclass frees it.
 
     Attributes:
@@ -72,7 +72,10 @@ class Home:
     stays = False
 
     def __init__(
-        self, specs: Sequence[TensorSpec], places: Sequence[tuple[torch.Tensor, int]], to_use: ToUse
+        self,
+        specs: Sequence[TensorSpec],
+        places: Sequence[tuple[torch.Tensor, int]],
+        to_use: ViewFns,
     ) -> None:
         """Make the tensors. ``places``: per tensor, the owner of its storage and the offset."""
         self.specs = tuple(specs)
@@ -90,7 +93,7 @@ class Home:
         """Free the memory on the current stream; later calls do nothing."""
 
 
-class UnshardedMemory(Home):
+class UnshardedMemory(ParamStorage):
     """The parameters that modules see, and this rank's private memory, which holds them at first.
 
     Attributes:
@@ -100,7 +103,7 @@ class UnshardedMemory(Home):
         to_use: what modules see of each.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], device: torch.device, to_use: ToUse) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], device: torch.device, to_use: ViewFns) -> None:
         """Make the tensors on ``device``; no memory stays allocated."""
         offsets, self.nbytes = offsets_of(specs)
         with torch.inference_mode(False), torch.no_grad():
@@ -109,37 +112,37 @@ class UnshardedMemory(Home):
             super().__init__(specs, [(base, offset) for offset in offsets], to_use)
             self.params = [nn.Parameter(tensor, requires_grad=False) for tensor in self.seen]
         self._storage.resize_(0)
-        self.home: Home = self
-        self.beside: Sequence[Callable[[], None]] = ()
+        self.home: ParamStorage = self
+        self.on_free: Sequence[Callable[[], None]] = ()
         self.to_use = to_use
 
     @property
-    def movable(self) -> bool:
+    def no_graph_alias(self) -> bool:
         """Whether parameters can move to other memory: tensor parallel ones are DTensors."""
         return all(is_plain(param) for param in self.params)
 
-    def move(self, home: Home, *, movable: bool) -> None:
+    def repoint(self, home: ParamStorage, *, no_graph_alias: bool) -> None:
         """Store the parameters in ``home``, if they may leave their present memory.
 
         Args:
             home: this, or other memory.
-            movable: no graph holds an alias of them.
+            no_graph_alias: no graph holds an alias of them.
         """
-        if home is not self.home and (movable or self.home.kept_by_graphs):
+        if home is not self.home and (no_graph_alias or self.home.kept_by_graphs):
             if not self.home.kept_by_graphs:
                 retire_aliases(self.params)  # a graph that no hook belongs to may hold some
             self.home = home
             self.put_back()
 
-    def lie_in(self, home: Home, *, private: bool, movable: bool) -> None:
+    def point_at(self, home: ParamStorage, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Store the parameters in the filled ``home``, or copy from it if they cannot move.
 
         Args:
             home: filled memory, which may already hold the parameters; given back if it was copied.
-            private: a user holds them, who may write: they lie here.
-            movable: no graph holds an alias of them.
+            user_may_write: a user holds them, who may write: they lie here.
+            no_graph_alias: no graph holds an alias of them.
         """
-        self.move(self if private else home, movable=movable)
+        self.repoint(self if user_may_write else home, no_graph_alias=no_graph_alias)
         if self.home is not home:
             self.fill_from(home.fills)
             home.free()
@@ -168,7 +171,7 @@ class UnshardedMemory(Home):
         """
         if self.home is not self:
             self.home.free()
-        for free in self.beside:
+        for free in self.on_free:
             free()
         if not self.stays:
             self._storage.resize_(0)
@@ -198,12 +201,12 @@ def view_of(base: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
 class UnshardInFlight(Protocol):
     """The completion of a launched gather."""
 
-    def land(self, *, private: bool, movable: bool) -> None:
+    def land(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Wait for the gather, and make the unsharded parameters from its result.
 
         Args:
-            private: a user holds them, who may write.
-            movable: no graph holds an alias of them.
+            user_may_write: a user holds them, who may write.
+            no_graph_alias: no graph holds an alias of them.
         """
 
     def discard(self) -> None:
@@ -266,12 +269,14 @@ class BufferedUnshard(UnshardStrategy):
         """Issue a gather through buffers."""
         self.in_flight = self.inputs.sends(config).gather(config, async_op=async_op)
 
-    def land(self, *, private: bool, movable: bool) -> None:
+    def land(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Wait and copy out: to private memory, unless a graph keeps other memory."""
         in_flight, self.in_flight = self.in_flight, None
         memory = self.memory
         assert in_flight is not None, "it was launched"
-        memory.move(memory, movable=movable)  # leave the memory of a replaced collective
+        memory.repoint(
+            memory, no_graph_alias=no_graph_alias
+        )  # leave the memory of a replaced collective
         home, layout = memory.home, in_flight.layout
         home.allocate()
         full = self._full.get(id(layout)) if home is memory else None

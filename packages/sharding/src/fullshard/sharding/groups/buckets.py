@@ -113,7 +113,7 @@ class Bucket:
             each.begin(self)
         return True
 
-    def land(self, *, private: bool, movable: bool) -> None:
+    def land(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Wait and copies the parts of all groups out; later calls do nothing.
 
         Every group gets its memory now; those that gave their part up give it back.

@@ -21,7 +21,7 @@ from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import LeaseKind, Leases, ShardedState, TrainingState
 from fullshard.sharding.gather.gathering import Gathering, ParametersChangedError
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
-from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.lookup import owner_of
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.reduce.gradients import GroupGradients
 from fullshard.sharding.reduce.reduction import SharedComm
@@ -127,10 +127,10 @@ class FSDPParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Finish the gather: the modules hold full parameters after it."""
-        private = not _WRITERS.isdisjoint(self.leases.out)
-        self.gathering.wait(private=private, movable=not self._live)
+        user_may_write = not _WRITERS.isdisjoint(self.leases.out)
+        self.gathering.wait(user_may_write=user_may_write, no_graph_alias=not self._live)
 
-    def settle(self, *, after_forward: bool = False) -> None:
+    def reshard_if_unheld(self, *, after_forward: bool = False) -> None:
         """Reshard if the group has no lease.
 
         ``after_forward``: to the post-forward mesh if there is one and a backward may follow.
@@ -158,7 +158,7 @@ class FSDPParamGroup:
             self.gathering.reshard()
         elif LeaseKind.GRAPH in self.leases.out and not self._kept_in_this_forward:
             self.leases.drop(LeaseKind.GRAPH)
-            self.settle()
+            self.reshard_if_unheld()
         self._kept_in_this_forward = True
 
     def _require_unchanged(self) -> None:
@@ -167,7 +167,7 @@ class FSDPParamGroup:
         changed = self.gathering.changed()
         if changed:
             self.leases.drop(LeaseKind.KEPT)
-            self.settle()
+            self.reshard_if_unheld()
             raise ParametersChangedError(
                 f"{', '.join(changed)} changed while full: the shards do not have the change, "
                 "which would be lost. Forwards may leave parameters full: call reshard() of the "
@@ -273,7 +273,7 @@ class FSDPParamGroup:
     def drop_leases(self, *kinds: LeaseKind) -> None:
         """Give back every lease of ``kinds``, and reshard if no lease remains."""
         self.leases.drop(*kinds)
-        self.settle()
+        self.reshard_if_unheld()
 
     # -- forwards that a backward may follow ------------------------------------------------------
 
@@ -371,7 +371,7 @@ class FSDPParamGroup:
         self.leases.end_pass(number)
         if keep and self.state is ShardedState.UNSHARDED:
             self.keep()
-        self.settle()
+        self.reshard_if_unheld()
 
     def reset(self) -> bool:
         """Return to a clean sharded state, and whether earlier gradients were dropped."""
@@ -381,7 +381,7 @@ class FSDPParamGroup:
         self._begun.clear()
         self.generation.forget_passes()
         self.leases = Leases()
-        self.settle()
+        self.reshard_if_unheld()
         return self.gradients.abandon()
 
     def __repr__(self) -> str:

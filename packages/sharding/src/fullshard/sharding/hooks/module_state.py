@@ -51,7 +51,7 @@ from fullshard.sharding.hooks.transforms import (
     watch,
 )
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
-from fullshard.sharding.params.touch import explain_touch
+from fullshard.sharding.params.sharded_access_errors import explain_touch
 
 __all__ = ["ATTRIBUTE", "ModuleState"]
 

@@ -33,7 +33,7 @@ from fullshard.sharding.base.compat import local_shards, spec_of, specs_of
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.mesh.subgroups import known_subgroup
 from fullshard.sharding.optim.shadow_optimizer import are_same
-from fullshard.sharding.params.owner import owner_of, sharded_of
+from fullshard.sharding.params.lookup import owner_of, sharded_of
 from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["NormGroup", "Parameters", "norm_group_of"]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fullshard.sharding.base.compat import spec_of
-from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.lookup import owner_of
 
 __all__ = ["STEP_NUMBERS", "steps_on_plain"]
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm.spi import traits_of
 from fullshard.sharding.base.compat import local_shard, make_dtensor, spec_of
 from fullshard.sharding.optim.rules import STEP_NUMBERS
-from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.lookup import owner_of
 from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["Shadow", "UnlikeShards", "await_copies", "is_on_host", "moved_to_step", "shadow_of"]

@@ -52,7 +52,7 @@ from fullshard.sharding.optim.shadow import (
     moved_to_step,
     shadow_of,
 )
-from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.lookup import owner_of
 
 __all__ = ["ShadowOptimizer", "are_same", "open_on", "params_in", "place_state"]
 

@@ -40,7 +40,7 @@ from fullshard.sharding.optim.shadow_optimizer import (
     params_in,
     place_state,
 )
-from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.lookup import owner_of
 from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["all_groups", "watch_optimizers"]

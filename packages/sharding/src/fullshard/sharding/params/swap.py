@@ -24,7 +24,7 @@ from fullshard.sharding.base.compat import (
 )
 from fullshard.sharding.params.param import FSDPParam, Place
 from fullshard.sharding.params.registry import Registry, registry_of
-from fullshard.sharding.params.touch import Guard, guards_of
+from fullshard.sharding.params.sharded_access_errors import Guard, guards_of
 
 __all__ = ["Swap"]
 

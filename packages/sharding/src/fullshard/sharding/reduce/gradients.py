@@ -49,9 +49,9 @@ from fullshard.sharding.reduce.reduction import (
 )
 from fullshard.sharding.reduce.strategies import AliasReduce, HybridReduce
 
-__all__ = ["GroupGradients", "Taken"]
+__all__ = ["GroupGradients", "ReadyReductions"]
 
-Taken = Sequence[tuple[ReductionSetup, Gradients]]
+ReadyReductions = Sequence[tuple[ReductionSetup, Gradients]]
 """Unsharded gradients on their way into reductions, one per reduce dtype."""
 
 _NEVER = nn.Parameter(torch.empty(0), requires_grad=False)  # has no gradient
@@ -240,7 +240,7 @@ class GroupGradients:
         """Whether it reduced since parameters or settings changed."""
         return bool(self._setups)
 
-    def take(self, *, reduce: bool) -> Taken:
+    def take(self, *, reduce: bool) -> ReadyReductions:
         """Return what is to be reduced now: nothing if it is not time, or synchronisation is off.
 
         Gradients that stay behind are kept in the reduce dtype. The reduction contains all
@@ -265,7 +265,7 @@ class GroupGradients:
             return ((setups[0], gradients),)  # as most are
         return [(setup, [gradients[index] for index in setup.indices]) for setup in setups]
 
-    def reduce(self, taken: Taken) -> None:
+    def reduce(self, taken: ReadyReductions) -> None:
         """Launch the reductions of ``taken``, or queue them for their neighbours."""
         for setup, gradients in taken:
             self.reductions += 1
@@ -305,13 +305,13 @@ class GroupGradients:
             process_group=settings.process_group,
             streams=self._shared.streams,
             device=self.device,
-            scaling=replace(scaling, post=1.0) if self.replicas.goes_on else scaling,
+            scaling=replace(scaling, post=1.0) if self.replicas.has_all_reduce else scaling,
             name=self.name,
             inputs_in_flight=settings.max_inputs,
             source=self._shared.source,
         )
         strategy: PlainReduce = self.replicas
-        ends_here = settings.hook is None and not self.replicas.goes_on
+        ends_here = settings.hook is None and not self.replicas.has_all_reduce
         if ends_here and is_alone(config) and scaling.is_identity:
             strategy = AliasReduce()
         varies = isinstance(settings.divide_factor, torch.Tensor)
@@ -339,7 +339,7 @@ class GroupGradients:
         """
         self.accumulation.end_of_backward(waiting=waiting)
         self.reached_unsynced |= self.reached and not self.reduced
-        if self.replicas.goes_on:
+        if self.replicas.has_all_reduce:
             self.replicas.end_of_backward()
         self.reached = self.unannounced = self.reduced = self.late = False
 

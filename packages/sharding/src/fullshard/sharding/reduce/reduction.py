@@ -148,11 +148,11 @@ class PlainReduce:
 
     Attributes:
         complete: whether reductions give gradients now; else they are kept for a later one.
-        goes_on: whether anything follows the reduce-scatter.
+        has_all_reduce: whether anything follows the reduce-scatter.
     """
 
     complete = True
-    goes_on = False
+    has_all_reduce = False
 
     def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
         """Return the whole reduction, in flight."""
@@ -262,7 +262,7 @@ class ReductionQueue:
         # launched before the first is waited for, and they travel at the same time. A plain
         # reduction has nothing to launch: `wait` below is the only wait for it, on every device.
         for reduction in pending:
-            if reduction.setup.strategy.goes_on:
+            if reduction.setup.strategy.has_all_reduce:
                 reduction.in_flight.land()
         results, lacking = [], []
         for reduction in pending:

@@ -56,7 +56,7 @@ class HybridReduce(PlainReduce):
     reduction, until one with it adds them.
     """
 
-    goes_on = True
+    has_all_reduce = True
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         """Start with the all-reduce on."""

@@ -14,7 +14,7 @@ import torch
 
 from fullshard.checkpoint.spi import Box
 from fullshard.optim.owners.exchange import Arrived, Batch, Matrix
-from fullshard.optim.owners.held import held_by, replicated_axes
+from fullshard.optim.owners.ownership import held_by, replicated_axes
 from fullshard.sharding.spi import ShardingSpec
 
 __all__ = ["Laid", "Laying", "Owned"]

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.sharding.params.owner import owner_of
+from fullshard.sharding.params.lookup import owner_of
 from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["Guard", "explain_touch", "guards_of", "unguard"]
