@@ -1,15 +1,11 @@
 """Runs the collectives of a process group through memory that its ranks map.
 
-Owns: the segment, and the life of a collective in it. A collective has a region of the segment. A
-rank writes its part there at launch, and sends a message; ranks read each other's parts at its end.
-Refuses: knowing what is written and read: callers pass functions for both.
+A collective has a region of the segment. A rank writes its part there at launch, and sends a
+message; ranks read each other's parts at its end. Callers pass functions that write and read.
 
-[Note: ahead and behind] Between launch and end no rank needs another to do anything: a rank that
-computes does not keep the others waiting. A region is written again after every rank has left the
-collective before. A rank reports this in its next message. A rank can be ahead by as many
-collectives as the segment holds: two of the largest size. A rank that would be further ahead first
-ends its own collectives in that region, then waits until the other ranks have ended theirs: they
-will, at the latest when they come to the same collective.
+[Note: ahead and behind] Between launch and end no rank waits for another. A region is written again
+after all ranks have left the collective before, as their messages report. A rank can be ahead by
+two collectives of the largest size. Before more, it ends its own ones there, and waits for others.
 """
 
 from __future__ import annotations
@@ -85,8 +81,7 @@ class SharedWork(dist.Work):
 
     def __init__(self, group: SharedGroup, pending: _Pending) -> None:
         super().__init__()
-        self._group = group
-        self._pending = pending
+        self._group, self._pending = group, pending
 
     def is_completed(self) -> bool:
         """Whether ``wait()`` would not wait for another rank."""
@@ -171,7 +166,7 @@ class SharedGroup:
         launched: collectives launched so far.
         spans: spans of large collectives that are done so far.
         channel: to the other ranks.
-        frames: where buffers lie.
+        frames: pages of the buffers.
         not_halfway: a context for work that other ranks can use only when it is complete.
     """
 

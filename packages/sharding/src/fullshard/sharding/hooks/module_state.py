@@ -1,10 +1,7 @@
 """The hooks that ``fully_shard`` attaches to a module, and the leases that they take.
 
-Owns the order of things at pre-forward, post-forward, pre-backward and post-backward. Refuses to
-free, gather or reduce by itself: it takes and returns leases, and reports the needs of its groups
-to the communication schedule. As in torch's ``fully_shard``, the hooks are module hooks in forward
-and autograd hooks in backward; here each hook is a registered method, so that no further call is
-between autograd and the code that acts.
+Defines pre-forward, post-forward, pre-backward and post-backward: they take and return leases;
+groups free, gather and reduce. Forward uses module hooks, backward autograd hooks.
 """
 
 from __future__ import annotations
@@ -352,12 +349,11 @@ class ModuleState:
                         schedule.end_pass(group, forward_pass)
         finally:
             self.host_ns += perf_counter_ns() - start
-        if grads and torch.is_grad_enabled():
-            watched: tuple[torch.Tensor | None, ...] = watch(
-                partial(self.pre_backward, forward_pass), grads
-            )
-            return watched
-        return None
+        if not grads or not torch.is_grad_enabled():
+            return None
+        hook = partial(self.pre_backward, forward_pass)
+        watched: tuple[torch.Tensor | None, ...] = watch(hook, grads)
+        return watched
 
     # -- access -----------------------------------------------------------------------------------
 
@@ -384,7 +380,7 @@ class ModuleState:
 
     @outside_transforms
     def reshard_now(self) -> None:
-        """Return the user's lease, and what a graph, a prefetch or a kept copy holds."""
+        """Return the leases of the user, of graphs, of a prefetch and of kept copies."""
         for group in self.own_groups:
             group.reshard()
 
