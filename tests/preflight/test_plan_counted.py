@@ -34,7 +34,8 @@ def _planned(name: str) -> Plan:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in KINDS]
+    "name",
+    [pytest.param(each, marks=() if each in QUICK else pytest.mark.matrix) for each in KINDS],
 )
 def test_a_plan_has_what_two_ranks_allocate(name: str, tmp_path: Path) -> None:
     """Gloo's threads free buffers when they run, on a busy machine after the wait: steps differ."""
