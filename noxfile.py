@@ -180,7 +180,8 @@ def _on_async(session: nox.Session, arguments: list[str]) -> None:
     """The asynchronous device of tests/support/device, which g++ and ninja build once."""
     pytest = (_workspace(session, "pytest"), "-q", "-n", "2", "--dist", "loadfile")
     marked = ("--device", "async", "-m", "(device or gpu) and not matrix")
-    session.run(*pytest, *marked, *(arguments or CORE_ON_DEVICES), external=True)
+    # Each of the four kinds of delays once, to end within 10 minutes; pytest alone draws 20 times.
+    session.run(*pytest, *marked, "--paces", "4", *(arguments or CORE_ON_DEVICES), external=True)
 
 
 def _on_vulkan(session: nox.Session, arguments: list[str]) -> None:

@@ -69,11 +69,12 @@ def _pace_that_shows(mutation: Mutation, count: int) -> int | None:
 
 
 def _sizes(mutation: Mutation) -> int | tuple[int, ...]:
-    return HYBRID if mutation.mesh == HYBRID else 2
+    return HYBRID if mutation.mesh == HYBRID else _ranks(mutation)
 
 
 def _ranks(mutation: Mutation) -> int:
-    return 4 if mutation.mesh == HYBRID else 2
+    few = mutation.mesh != HYBRID and mutation.program != "post-forward-mesh"
+    return 2 if few else 4  # a post-forward mesh of 2 is a part of 4
 
 
 @pytest.mark.parametrize("mutation", [m for m in MUTATIONS if not m.redundant], ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +60,13 @@ def test_every_place_in_the_source_is_changed_by_a_mutation_or_left_out_for_a_re
 
 def test_whatever_keeps_memory_in_flight_is_listed_with_who_answers_for_it() -> None:
     assert kept() == KEPT.keys()
+
+
+def test_the_table_in_the_docs_has_a_row_for_each_change() -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "races.md"
+    rows = page.read_text().splitlines()
+    for mutation in MUTATIONS:
+        function = str(mutation).partition(":")[0]
+        found = "redundant" if mutation.redundant else "caught"
+        row = f"| `{function}` | `{mutation.line}` | `{mutation.instead}` | {found} | "
+        assert any(each.startswith(row) for each in rows), row

@@ -50,7 +50,9 @@ def shard(
 ) -> nn.Module:
     """The model of ``case``, sharded unit by unit and then as a whole, with the same options."""
     model = build(case, dtype)
-    options["mesh"] = cpu_mesh() if mesh is None else mesh
+    options["mesh"] = mesh = cpu_mesh() if mesh is None else mesh
+    if engine == TORCH:  # ranks get a copy
+        model.to(mesh.device_type)  # torch's own moves no parameters to the asynchronous device
     for unit in case.units_of(model):
         engine.fully_shard(unit, **options)
     engine.fully_shard(model, **options)

@@ -284,20 +284,20 @@ def _failing(register: Callable[[Any], Any]) -> Iterator[Callable[[Callable[[], 
 
 
 def _by_hand(model: Any, last: bool) -> None:
-    model.unshard(async_op=True)
+    with unsharded(model, writeback=True):
+        model.head.weight.data.mul_(0.5)
+    model.unshard(async_op=True)  # what was just written; the forward takes it as it is
     handle = model.blocks[0].unshard(async_op=True)
     handle.wait()
     loss_of(model).backward()
-    with unsharded(model, writeback=True):
-        model.head.weight.data.mul_(0.5)
     model.unshard()
     model.reshard()
 
 
 def _full_first(model: Any, last: bool) -> None:
     with unsharded(model):
-        pass
-    loss_of(model).backward()
+        factor = model.head.weight.detach().abs().mean()
+    (loss_of(model) * factor).backward()
 
 
 def _post_optim_event(model: Any) -> None:

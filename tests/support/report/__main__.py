@@ -23,7 +23,7 @@ from fullshard.sharding import fully_shard
 from support.chosen import CHOSEN
 from support.report.measure import measure
 from support.report.models import Model, models
-from support.report.text import report_text
+from support.report.text import failed_parts, report_text
 
 TESTS = Path(__file__).parents[2]
 SANITIZED = ("gpu/test_streams.py", "gpu/test_world_of_one.py")
@@ -52,7 +52,7 @@ def main() -> int:
     found["ranks"] = world_size
     found["models"] = _measured(world_size, small, options.out)
     found["seconds"] = round(time.time() - started)
-    found["failed"] = _failed(found)
+    found["failed"] = failed_parts(found)
     (options.out / "report.json").write_text(json.dumps(found, indent=1))
     text = report_text(found)
     (options.out / "report.md").write_text(text)
@@ -113,14 +113,6 @@ def _planned(model: Model, world_size: int) -> int:
         fully_shard(module, mesh=mesh)
 
     return plan(model.build, lambda: model.batch(0), model.loss, mesh=world_size, shard=shard).peak
-
-
-def _failed(found: dict[str, Any]) -> list[str]:
-    """Return what did not hold, in words."""
-    failed = [part for part in ("tests", "sanitizer") if not found[part]["held"]]
-    for name, of_model in found["models"].items():
-        failed += [f"{part} of {name}" for part, held in of_model["held"].items() if not held]
-    return failed
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["report_text"]
+__all__ = ["failed_parts", "report_text"]
 
 MIB = 2**20
 
@@ -57,6 +57,14 @@ def report_text(found: dict[str, Any]) -> str:
         lines += ["", "Tests that failed:", "", *[f"- `{each}`" for each in failures]]
     lines += ["", "`trace.json` holds one step of the first model, for https://ui.perfetto.dev."]
     return "\n".join(lines) + "\n"
+
+
+def failed_parts(found: dict[str, Any]) -> list[str]:
+    """Return what did not hold, in words."""
+    failed = [part for part in ("tests", "sanitizer") if not found[part]["held"]]
+    for name, of_model in found["models"].items():
+        failed += [f"{part} of {name}" for part, held in of_model["held"].items() if not held]
+    return failed
 
 
 def _tests(found: dict[str, Any]) -> str:

@@ -227,8 +227,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("_fused_sdp_choice", fused_sdp_choice);
   // Torch would compose these of others for a device that it does not know.
+  // Losses with `out=` resize it in between.
   for (const char* name : {"native_layer_norm", "native_group_norm", "convolution",
-                           "convolution_backward"}) {
+                           "convolution_backward", "mse_loss", "smooth_l1_loss"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
 }
