@@ -6,7 +6,6 @@ import pytest
 
 from support.published import RUNS
 
-
 FIRST, *OTHERS = RUNS
 
 
