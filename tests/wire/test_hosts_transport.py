@@ -86,7 +86,7 @@ def test_a_reduction_is_the_sum_by_hosts_and_narrow_between_them_only(
 
     def body(rank: ThreadRank) -> tuple[list[torch.Tensor], torch.Tensor]:
         config = reduce_config(world(), default_reduce_scatter(world()))
-        reduced = policy.reduction(layout, forms, config).launch(everyones[rank.rank]).wait()
+        reduced = policy.reduction(layout, forms, config).launch(list(everyones[rank.rank])).wait()
         assert reduced.mask is not None
         return reduced.shards, reduced.mask
 

@@ -32,6 +32,7 @@ from fullshard.comm.spi import (
     all_to_all,
     check_layout,
     check_unpoisoned,
+    is_debugging,
     is_profiled,
     launch,
     named_range,
@@ -96,7 +97,7 @@ class WidenedReducePlan(ReducePlan):
         config, streams, sent = self.config, self.config.streams, self.sent
         with named_range("post_backward_reduce", config.name) if is_profiled() else NOTHING:
             group = config.process_group
-            if DEBUGGED:
+            if DEBUGGED and is_debugging():
                 check_unpoisoned(gradients, config.name)
                 check_layout(EventKind.REDUCE_SCATTER, config.name, sent, group, config.scaling)
             packed = take_input(config, sent, self._rank)

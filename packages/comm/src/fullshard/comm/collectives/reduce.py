@@ -18,7 +18,7 @@ from fullshard.comm.buffers.buffers import Buffer, allocate_from
 from fullshard.comm.buffers.packing import pack_gradients, scale_result
 from fullshard.comm.collectives.composed import choose_reduction
 from fullshard.comm.collectives.launching import launch, tell, wait_for
-from fullshard.comm.debug.debug import DEBUGGED, check_layout
+from fullshard.comm.debug.debug import DEBUGGED, check_layout, is_debugging
 from fullshard.comm.debug.poison import check_unpoisoned
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
@@ -167,7 +167,7 @@ class ReducePlan:
         layout, config, streams = self.layout, self.config, self.config.streams
         with named_range("post_backward_reduce", config.name) if is_profiled() else NOTHING:
             chosen, group, op = config.chosen, config.process_group, config.scaling.op
-            if DEBUGGED:
+            if DEBUGGED and is_debugging():
                 check_unpoisoned(gradients, config.name)
                 check_layout(EventKind.REDUCE_SCATTER, config.name, layout, group, config.scaling)
             if chosen.launch is None:

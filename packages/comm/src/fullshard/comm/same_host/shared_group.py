@@ -21,7 +21,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.debug.debug import DEBUGGED
+from fullshard.comm.debug.debug import DEBUGGED, is_debugging
 from fullshard.comm.runtime.compat import without_grad
 from fullshard.comm.same_host.shared_channel import Channel, NotHalfway
 from fullshard.comm.same_host.shared_collective import SharedCollective, gather_in_place, mismatch
@@ -139,7 +139,7 @@ class SharedBuffer:
 
     def rest(self) -> None:
         """Show what a buffer shows that this rank does not use: in debug mode poison."""
-        if DEBUGGED:
+        if DEBUGGED and is_debugging():
             self.window.poison()
         else:
             self.show()
