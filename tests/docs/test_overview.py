@@ -47,19 +47,17 @@ def test_shards_and_optimizer_state_are_those_of_the_engine(figures: Any, planne
     assert math.isclose(state, figures.optimizer, rel_tol=1e-4)  # and counts of steps
 
 
-def test_what_is_gathered_at_the_worst_moment_is_the_root_and_a_block(
+def test_at_the_worst_moment_the_root_is_gathered_and_a_block_in_flight(
     figures: Any, planned: Plan
 ) -> None:
     gathered = planned.categories[Category.GATHERED]
-    assert math.isclose(gathered, figures.root + figures.block, rel_tol=1e-3)
+    assert math.isclose(gathered, figures.root, rel_tol=1e-3)
     in_flight = planned.categories[Category.COLLECTIVES]  # the next block's, not copied out yet
     assert math.isclose(in_flight, figures.block, rel_tol=1e-3)
 
 
 def test_gradients_are_those_of_the_engine(figures: Any, planned: Plan) -> None:
-    assert math.isclose(
-        planned.categories[Category.GRADIENTS], figures.gradient, rel_tol=1e-3
-    )  # of the first block that was reduced
+    assert planned.categories[Category.GRADIENTS] == 0  # the first block is being reduced
     assert planned.categories[Category.UNREDUCED] >= figures.reduction
 
 
