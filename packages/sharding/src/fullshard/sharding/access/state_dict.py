@@ -28,6 +28,7 @@ from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.params.lookup import owner_of
 from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.params.registry import registry_of
 
 __all__ = [
     "attach_state_dict_hooks",
@@ -88,7 +89,7 @@ def _attach_load_hooks(
         group = reference()
         if group is None or called is not original():
             return
-        held = called._parameters
+        held = registry_of(called)
         replaced = [
             param
             for name, position in own.items()
