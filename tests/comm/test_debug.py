@@ -41,18 +41,12 @@ from fullshard.comm.debug.calls import Call
 from fullshard.comm.debug.debug import is_debugging, leave_collectives, resume_collectives
 from fullshard.comm.debug.desync import DesyncDetector
 from fullshard.comm.runtime.compat import default_store
-from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
+from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks, world
 from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
 
 CPU = torch.device("cpu")
 AGES = 1000.0  # seconds; a test that waited so long would fail by pytest's timeout
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def gather(name: str, rows: int = 4) -> torch.Tensor:

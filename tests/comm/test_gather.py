@@ -30,7 +30,7 @@ from fullshard.comm import (
 from fullshard.comm.runtime.required import require
 from fullshard.comm.transports.collective import AllGather
 from support.collectives import Allocates
-from support.ranks import distributed
+from support.ranks import distributed, world
 
 # Uneven, smaller than the world, a scalar, no elements, other dims, and dtypes of every width.
 SPECS = [
@@ -71,12 +71,6 @@ def shards_of(
 
 def empties(specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
     return [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def config_of(group: dist.ProcessGroup, comm: Any = None, name: str = "") -> GatherConfig:

@@ -29,7 +29,7 @@ from fullshard.comm import (
 from fullshard.comm.runtime.required import require
 from fullshard.comm.transports.collective import ReduceScatter
 from support.collectives import Allocates, reduce_config, shard_of
-from support.ranks import distributed
+from support.ranks import distributed, world
 
 SHAPES = [((5, 3), 0), ((), 0), ((3, 7), 1), ((2, 9, 4), 1), ((0, 3), 0), ((1,), 0), ((8, 2), 0)]
 
@@ -46,12 +46,6 @@ def gradients_of(rank: int, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
 
 def mean_over(world_size: int, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([each.double() for each in gradients]).sum(0) / world_size
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def config_of(

@@ -28,7 +28,7 @@ from fullshard.comm import (
 from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.same_host.shared_buffers import SharedTensors, foreach_all_gather_in_place
 from fullshard.comm.same_host.shared_segment import SegmentFile
-from support.ranks import RanksFailed, distributed, run_on_ranks
+from support.ranks import RanksFailed, distributed, run_on_ranks, world
 
 CPU = torch.device("cpu")
 SPECS = (
@@ -37,12 +37,6 @@ SPECS = (
     TensorSpec(shape=(), dtype=torch.float32),
     TensorSpec(shape=(0, 4), dtype=torch.float32),
 )
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def values(spec: TensorSpec, turn: int) -> torch.Tensor:

@@ -35,7 +35,7 @@ from fullshard.comm import (
 )
 from fullshard.comm.same_host import shared_peers, shared_regions
 from fullshard.comm.same_host.shared_group import shared_group
-from support.ranks import distributed, run_on_ranks
+from support.ranks import distributed, run_on_ranks, world
 from support.threads.ranks import ThreadRank, run_on_threads
 
 CPU = torch.device("cpu")
@@ -53,12 +53,6 @@ DTYPES = [
     torch.uint8,
 ]
 OTHER_DTYPES = [torch.bool, torch.complex64, torch.float8_e4m3fn]
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def new_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
