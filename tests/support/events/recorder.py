@@ -1,4 +1,4 @@
-"""What travelled, and when: gathers, waits and reductions of ours and of torch's ``fully_shard``."""
+"""Record gathers, waits and reductions of ours and of torch's ``fully_shard``."""
 
 from __future__ import annotations
 

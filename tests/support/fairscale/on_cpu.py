@@ -1,4 +1,4 @@
-"""FairScale's wrapper on CPU ranks: what it asks of CUDA and of NCCL is answered by CPU and gloo."""
+"""FairScale's wrapper on CPU ranks: CPU and gloo answer for CUDA and NCCL."""
 
 from __future__ import annotations
 

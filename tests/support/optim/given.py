@@ -1,4 +1,4 @@
-"""Steps on given gradients, of the unsharded model and of ranks that shard it, and what they leave."""
+"""Steps on given gradients, of the unsharded model and of ranks that shard it."""
 
 from __future__ import annotations
 

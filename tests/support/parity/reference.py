@@ -1,4 +1,4 @@
-"""What right means, computed in one process in plain torch: the whole batch, or its parts by hand."""
+"""The right results, computed in one process in plain torch."""
 
 from __future__ import annotations
 

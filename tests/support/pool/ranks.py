@@ -1,4 +1,4 @@
-"""The processes behind ``support.ranks``: started once, sent jobs, killed when anything is wrong."""
+"""The processes behind ``support.ranks``: started once, sent jobs, killed after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The places in the engine's source that order streams or keep memory, and those no mutation takes."""
+"""The places in the engine's source that order streams or keep memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a world that is not there: torch's fake process group, whose collectives do nothing."""
+"""One rank of a world over torch's fake process group, whose collectives do nothing."""
 
 from __future__ import annotations
 
