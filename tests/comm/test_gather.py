@@ -29,7 +29,7 @@ from fullshard.comm import (
 )
 from fullshard.comm.runtime.required import require
 from fullshard.comm.transports.collective import AllGather
-from support.collectives import Allocates
+from support.collectives import Allocates, shard_of
 from support.ranks import distributed, world
 
 # Uneven, smaller than the world, a scalar, no elements, other dims, and dtypes of every width.
@@ -56,21 +56,24 @@ def shards_of(
     fulls: Sequence[torch.Tensor], specs: Sequence[TensorSpec], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
     """This rank's shards by plain slicing."""
-    rank, world_size = group.rank(), group.size()
     return [
-        full.view(spec.laid_shape)
-        .narrow(
-            spec.dim,
-            spec.first_row(rank, world_size),
-            spec.shard_shape(rank, world_size)[spec.dim],
-        )
-        .clone()
+        shard_of(full, spec, group.rank(), group.size()).clone()
         for full, spec in zip(fulls, specs, strict=True)
     ]
 
 
 def empties(specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
     return [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
+
+
+def assert_gathered(
+    in_flight: AllGatherInFlight, specs: Sequence[TensorSpec], fulls: Sequence[torch.Tensor]
+) -> None:
+    """What was gathered, copied out, are the full tensors."""
+    outputs = empties(specs)
+    foreach_all_gather_copy_out(in_flight, outputs)
+    for output, full in zip(outputs, fulls, strict=True):
+        assert torch.equal(output, full)
 
 
 def config_of(group: dist.ProcessGroup, comm: Any = None, name: str = "") -> GatherConfig:
@@ -92,10 +95,7 @@ def test_every_rank_gets_the_full_tensors_of_any_shape_dim_and_dtype(async_op: b
     in_flight = foreach_all_gather(
         shards_of(fulls, SPECS, group), layout, config_of(group), async_op=async_op
     )
-    outputs = empties(SPECS)
-    foreach_all_gather_copy_out(in_flight, outputs)
-    for output, full in zip(outputs, fulls, strict=True):
-        assert torch.equal(output, full)
+    assert_gathered(in_flight, SPECS, fulls)
 
 
 def test_one_rank_gathers_from_itself() -> None:
@@ -105,9 +105,7 @@ def test_one_rank_gathers_from_itself() -> None:
         shards_of(fulls, SPECS, group), RankMajorLayout(SPECS, 1), config_of(group)
     )
     assert in_flight.work is None
-    outputs = empties(SPECS)
-    foreach_all_gather_copy_out(in_flight, outputs)
-    assert all(torch.equal(*pair) for pair in zip(outputs, fulls, strict=True))
+    assert_gathered(in_flight, SPECS, fulls)
 
 
 @distributed(2)
@@ -120,9 +118,7 @@ def test_several_gathers_are_under_way_at_once_and_claimed_in_any_order() -> Non
     assert all(flight.work is not None for flight in flights)  # on CPU all are asynchronous
     flights[1].discard()
     for index in (2, 0):
-        outputs = empties(SPECS)
-        foreach_all_gather_copy_out(flights[index], outputs)
-        assert all(torch.equal(*pair) for pair in zip(outputs, lists[index], strict=True))
+        assert_gathered(flights[index], SPECS, lists[index])
 
 
 @distributed(2)
@@ -154,18 +150,6 @@ def test_outputs_may_be_flat_may_require_grad_and_are_filled_exactly() -> None:
     assert leaf.is_leaf
 
 
-@distributed(2)
-def test_the_layout_says_in_which_dtype_tensors_travel() -> None:
-    group = world()
-    full = torch.linspace(-1, 1, 10)
-    spec = TensorSpec(shape=(10,), dtype=torch.float16)
-    layout = RankMajorLayout([spec], group.size())
-    in_flight = foreach_all_gather(shards_of([full], [spec], group), layout, config_of(group))
-    output = torch.empty(10)
-    foreach_all_gather_copy_out(in_flight, [output])
-    assert torch.equal(output, full.half().float())
-
-
 @distributed(2, 4)
 def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as TorchAllGather
@@ -175,11 +159,7 @@ def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
             self.nbytes = 0
 
         def __call__(
-            self,
-            output_tensor: torch.Tensor,
-            input_tensor: torch.Tensor,
-            group: dist.ProcessGroup,
-            async_op: bool = False,
+            self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
         ) -> dist.Work | None:
             self.nbytes += output_tensor.nbytes
             parts = list(output_tensor.chunk(group.size()))
@@ -191,22 +171,15 @@ def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
     fulls = fulls_of(SPECS)
     layout = RankMajorLayout(SPECS, group.size())
     in_flight = foreach_all_gather(shards_of(fulls, SPECS, group), layout, config_of(group, comm))
-    outputs = empties(SPECS)
-    foreach_all_gather_copy_out(in_flight, outputs)
-    assert all(torch.equal(*pair) for pair in zip(outputs, fulls, strict=True))
+    assert_gathered(in_flight, SPECS, fulls)
     assert comm.nbytes == layout.buffer.slice_nbytes * group.size()
 
 
-class _InputNoter:
+class _InputNoter(Allocates):
     """Notes whether the input lies inside the output."""
 
     def __init__(self) -> None:
         self.offsets: list[int] = []
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.zeros(tuple(size), dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
@@ -229,8 +202,7 @@ def test_no_collective_runs_for_tensors_without_elements() -> None:
     comm = _InputNoter()
     config = config_of(group_of(1, 2), comm)
     in_flight = foreach_all_gather([torch.empty(0, 3)], RankMajorLayout(specs, 2), config)
-    outputs = empties(specs)
-    foreach_all_gather_copy_out(in_flight, outputs)
+    assert_gathered(in_flight, specs, [torch.empty(0, 3)])
     assert comm.offsets == []
 
 

@@ -168,16 +168,10 @@ def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
 
     class ByAllReduce(Allocates, TorchReduceScatter):
         def __call__(
-            self,
-            output_tensor: torch.Tensor,
-            input_tensor: torch.Tensor,
-            group: dist.ProcessGroup,
-            op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-            async_op: bool = False,
-        ) -> dist.Work | None:
+            self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+        ) -> None:
             dist.all_reduce(input_tensor, op=op, group=group)
             output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
-            return None
 
     group = world()
     comm = ByAllReduce()
@@ -206,12 +200,7 @@ class _EveryRankAlike:
         return torch.full(tuple(size), float("nan"), dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
     ) -> None:
         self.inputs.append(input_tensor.clone())
         own = input_tensor.chunk(group.size())[group.rank()]

@@ -159,15 +159,6 @@ def test_requires_grad_is_kept_and_frozen_parameters_get_no_gradient() -> None:
 
 
 @distributed(2)
-def test_each_parameter_keeps_its_own_dtype() -> None:
-    net = build()
-    net.head.to(torch.bfloat16)
-    sharded(net)
-    assert net.head.weight.dtype is torch.bfloat16
-    assert net.stem.weight.dtype is torch.float32
-
-
-@distributed(2)
 def test_ignored_parameters_stay_exactly_what_they_were() -> None:
     net = build()
     block: Any = net.blocks[0]

@@ -98,17 +98,6 @@ def test_what_was_gathered_by_hand_before_the_parameters_changed_is_gathered_onc
 
 
 @distributed(2)
-def test_loading_a_state_dict_is_a_change() -> None:
-    net = make_net(ours, reshard_after_forward=False)
-    sharded = sharded_parameters(net)
-    state = {name: value.clone().mul_(2) for name, value in net.state_dict().items()}
-    with torch.no_grad():
-        net(batch())
-    net.load_state_dict(state)
-    assert_fresh(net, sharded)
-
-
-@distributed(2)
 def test_parameters_changed_by_hand_are_used_once_that_was_said() -> None:
     net = make_net(ours, reshard_after_forward=False)
     sharded = sharded_parameters(net)
