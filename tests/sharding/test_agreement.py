@@ -145,19 +145,19 @@ DIFFERENCES = {
     "param_dtype": given(
         "mp_policy",
         lambda odd: MixedPrecisionPolicy(param_dtype=BFLOAT16 if odd else None),
-        "blocks.0.fc1.weight",
+        "weight",
         "bfloat16",
     ),
     "reduce_dtype": given(
         "mp_policy",
         lambda odd: MixedPrecisionPolicy(reduce_dtype=BFLOAT16 if odd else None),
-        "blocks.0.fc1.weight",
+        "weight",
         "bfloat16",
     ),
     "dim": given(
         "shard_placement_fn",
         lambda odd: lambda param: Shard(odd % param.ndim),
-        "blocks.0.fc1.weight",
+        "weight",
         "dim 0",
         "dim 1",
     ),

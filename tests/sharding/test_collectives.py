@@ -125,7 +125,7 @@ PROGRAMS = {
     "accumulation": Program(run=accumulate, gathers={None: f"{STEP} {STEP} {STEP}", True: 24}),
     "accumulation, resharded once": Program(
         run=lambda *args: accumulate(*args, keep=True),
-        gathers={None: "root 0 1 2 2 1 0 0 1 2 0 1 2", True: 19, False: "root 0 1 2"},
+        gathers={None: f"{STEP} 2 1 0 2 1 0", True: 16, False: "root 0 1 2"},
     ),
     "accumulation with communication": Program(
         run=lambda net, recorder: [step(net, seed=seed) for seed in range(2)],

@@ -211,7 +211,7 @@ def test_a_backward_that_raises_returns_its_leases_at_the_next_root_forward_whic
     held = [group_of(net), group_of(net.blocks[2])]
     assert any(group.leases.out for group in held), "the end-of-backward callback did not run"
     with pytest.warns(RuntimeWarning, match=r"last backward did not finish.*reset_iter_state"):
-        good_step(net)
+        assert_good_step(net)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_good_step(net)
