@@ -15,9 +15,7 @@ import torch.distributed as dist
 
 from fullshard.comm import (
     CollectiveMismatchError,
-    CommStreams,
     DefaultAllGather,
-    GatherConfig,
     PeerLostError,
     ProcessGroupTransport,
     RankMajorLayout,
@@ -28,10 +26,9 @@ from fullshard.comm import (
 from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.same_host.shared_buffers import SharedTensors, foreach_all_gather_in_place
 from fullshard.comm.same_host.shared_segment import SegmentFile
-from support.collectives import shard_of
+from support.collectives import gather_config, shard_of
 from support.ranks import RanksFailed, distributed, run_on_ranks, world
 
-CPU = torch.device("cpu")
 SPECS = (
     TensorSpec(shape=(7, 3), dtype=torch.float32),
     TensorSpec(shape=(5, 6), dtype=torch.bfloat16, dim=1),
@@ -57,17 +54,11 @@ def tensors_in(memory: torch.Tensor, specs: tuple[TensorSpec, ...]) -> list[torc
     return fulls
 
 
-def config_over(group: dist.ProcessGroup) -> GatherConfig:
-    return GatherConfig(
-        comm=DefaultAllGather(), process_group=group, streams=CommStreams(CPU), device=CPU, name="x"
-    )
-
-
 @distributed(2, 4, matrix=[4])
 def test_each_gather_leaves_every_ranks_shards_in_the_full_tensors() -> None:
     buffer = SharedMemoryTransport().open_shared_buffer(world(), 4096)
     fulls = tensors_in(buffer.memory, SPECS)
-    config = config_over(world())
+    config = gather_config(world(), DefaultAllGather(), name="x")
     placed = SharedTensors(buffer, fulls, RankMajorLayout(SPECS, dist.get_world_size()), config)
     for turn in range(3):
         shards = [
@@ -120,7 +111,7 @@ def test_nobody_writes_before_all_have_left() -> None:
 @distributed(2)
 def test_a_gather_that_nobody_wants_is_waited_for_and_left() -> None:
     buffer = SharedMemoryTransport().open_shared_buffer(world(), 4096)
-    config = config_over(world())
+    config = gather_config(world(), DefaultAllGather(), name="x")
     layout = RankMajorLayout(SPECS, dist.get_world_size())
     placed = SharedTensors(buffer, tensors_in(buffer.memory, SPECS), layout, config)
     shards = [my_shard_of(values(spec, 0), spec) for spec in SPECS]
