@@ -103,7 +103,7 @@ class Recorded(NoOffload):
 NAME = "uneven"
 
 
-def _pair(policy: OffloadPolicy, **options: Any) -> Pair:
+def _pair(policy: OffloadPolicy | NoOffload, **options: Any) -> Pair:
     model = shard(CASES[NAME], dtype=torch.float64, offload_policy=policy, **options)
     return Pair(CASES[NAME], model)
 

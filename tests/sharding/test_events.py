@@ -37,6 +37,12 @@ def step(net: Any) -> None:
     net(leaf_batch()).sum().backward()
 
 
+def stepped(net: Any) -> tuple[Any, list[Any]]:
+    """Return ``net`` after a step, and a list for its outputs."""
+    step(net)
+    return net, []
+
+
 # -- a list of modules, which is one group ---------------------------------------------------------
 
 
@@ -143,7 +149,7 @@ PROGRAMS = {
     ),
     "a forward with prefetch two deep": Program(
         options={"prefetch_policy": DepthPrefetch(forward=2, backward=2)},
-        first=lambda net: (step(net), net, [])[1:],
+        first=stepped,
         watched=lambda state: state[1].append(state[0](batch())),
         events="""
             root: pre_forward unshard wait

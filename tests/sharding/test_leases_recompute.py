@@ -92,7 +92,12 @@ def test_a_checkpoint_gathers_as_torchs_and_has_the_gradients_of_none(
 @distributed(2)
 def test_two_forwards_then_the_backward_of_both(reentrant: bool, nested: bool) -> None:
     # True for the root too: else torch gathers it once more, which ours holds for the first graph.
-    options = {"outer": reentrant, "nested": nested, "blocks": 2, "reshard_after_forward": True}
+    options: dict[str, Any] = {
+        "outer": reentrant,
+        "nested": nested,
+        "blocks": 2,
+        "reshard_after_forward": True,
+    }
     if reentrant:  # no comparison with torch, which loses the gradient of one of the forwards
         net = make_net(ours, **options)
         recorder = record(net)
@@ -106,7 +111,12 @@ def test_two_forwards_then_the_backward_of_both(reentrant: bool, nested: bool) -
         )
         assert recorder.gathers == 2 * (2 * forward + 2 * backward)
     else:
-        mine, _ = against_torch(lambda net, _: [two_forwards(net) for _ in range(2)], **options)
+
+        def run(net: Any, _: Any) -> None:
+            for _ in range(2):
+                two_forwards(net)
+
+        mine, _ = against_torch(run, **options)
         gradients, groups = mine.gradients, len(set(mine.recorder.gathers))
         assert len(mine.recorder.reductions) == 2 * groups, "each group once per backward"
     plain = make_net(None, blocks=2)

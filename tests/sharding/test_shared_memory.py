@@ -53,8 +53,10 @@ def _hybrid() -> dict[str, Any]:
     return {"mesh": cpu_mesh((2, 2), ("replicate", "shard"))}
 
 
-def _mixed(*dtypes: torch.dtype | None) -> Callable[[], dict[str, Any]]:
-    return lambda: {"mp_policy": MixedPrecisionPolicy(*dtypes)}
+def _mixed(
+    param: torch.dtype | None, reduce: torch.dtype | None = None
+) -> Callable[[], dict[str, Any]]:
+    return lambda: {"mp_policy": MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)}
 
 
 BF16 = torch.bfloat16
