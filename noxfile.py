@@ -208,10 +208,10 @@ def device_vulkan(session: nox.Session) -> None:
 
 
 def _has_vulkan(python: str) -> bool:
-    """Whether torchvulkan finds a driver. Without one, its import may fail, crash or hang."""
+    """Whether torchvulkan finds a driver; a probe that fails, crashes or hangs has found none."""
     program = "import torchvulkan; raise SystemExit(not torchvulkan.is_available())"
-    try:
-        probe = subprocess.run([python, "-c", program], capture_output=True, timeout=60)
+    try:  # on a busy machine the import of torch alone may take a minute
+        probe = subprocess.run([python, "-c", program], capture_output=True, timeout=180)
     except subprocess.TimeoutExpired:
         return False
     return probe.returncode == 0
