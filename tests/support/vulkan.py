@@ -53,6 +53,12 @@ class _Staged(_ProcessGroup):  # type: ignore[misc]  # Any: see above
         super().__init__(gloo.rank(), gloo.size())
         self._gloo = gloo
 
+    @property
+    def group_name(self) -> str:
+        """The name that torch gave it, which the constructor for Python's groups does not set."""
+        name: str = dist.distributed_c10d._world.pg_names[self]
+        return name
+
     def getBackendName(self) -> str:
         return _STAGED
 
@@ -60,7 +66,7 @@ class _Staged(_ProcessGroup):  # type: ignore[misc]  # Any: see above
         self, output: torch.Tensor, input: torch.Tensor, options: Any = None
     ) -> dist.Work:
         gathered = torch.empty(output.shape, dtype=output.dtype)
-        self._gloo.all_gather_single(gathered, input.cpu()).wait()
+        self._gloo._allgather_base(gathered, input.cpu()).wait()
         output.copy_(gathered)
         return _Done()
 
@@ -70,12 +76,9 @@ class _Staged(_ProcessGroup):  # type: ignore[misc]  # Any: see above
         average = options.reduceOp == dist.ReduceOp.AVG  # gloo has no average
         options.reduceOp = dist.ReduceOp.SUM if average else options.reduceOp
         reduced = torch.empty(output.shape, dtype=output.dtype)
-        self._gloo.reduce_scatter_single(reduced, input.cpu(), options).wait()
+        self._gloo._reduce_scatter_base(reduced, input.cpu(), options).wait()
         output.copy_(reduced / self.size() if average else reduced)
         return _Done()
-
-    _allgather_base = all_gather_single  # the names of older releases of torch
-    _reduce_scatter_base = reduce_scatter_single
 
 
 def staged_group() -> dist.ProcessGroup:
