@@ -165,45 +165,56 @@ def gpu(session: nox.Session) -> None:
     session.run(*command, env={"PYTHONPATH": _tests_path()})
 
 
-@nox.session(requires=["workspace"], default=False)
+@nox.session(venv_backend="none", default=False)
 def device(session: nox.Session) -> None:
     """A core of the tests on accelerators that every machine has: ``-- async`` or ``-- vulkan``.
 
-    Without a name it runs both. Arguments after the name go to pytest.
+    Without a name it runs both, each as a session with a result of its own. Arguments after the
+    name go to pytest.
     """
-    chosen = session.posargs[:1] if session.posargs[:1] in ([each] for each in DEVICES) else []
-    for name in chosen or DEVICES:
-        DEVICES[name](session, session.posargs[len(chosen) :])
+    named = [each for each in session.posargs[:1] if each in DEVICES]
+    for name in named or DEVICES:
+        for each in DEVICES[name]:
+            session.notify(each, session.posargs[len(named) :])
 
 
-def _on_async(session: nox.Session, arguments: list[str]) -> None:
+# The sessions of each device, in order: one has no Vulkan driver, and the other is run first.
+DEVICES = {"async": ("workspace", "device-async"), "vulkan": ("device-vulkan",)}
+# Where tests are marked `device`; a folder that has none would only cost its collection.
+CORE_ON_DEVICES = ["tests/device", "tests/gpu", "tests/parity", "tests/policies", "tests/wire"]
+CORE_ON_DEVICES += ["tests/checkpoint"]
+
+
+@nox.session(name="device-async", requires=["workspace"], venv_backend="none", default=False)
+def device_async(session: nox.Session) -> None:
     """The asynchronous device of tests/support/device, which g++ and ninja build once."""
     pytest = (_workspace(session, "pytest"), "-q", "-n", "2", "--dist", "loadfile")
     marked = ("--device", "async", "-m", "(device or gpu) and not matrix")
     # Each of the four kinds of delays once, to end within 10 minutes; pytest alone draws 20 times.
-    session.run(*pytest, *marked, "--paces", "4", *(arguments or CORE_ON_DEVICES), external=True)
+    session.run(*pytest, *marked, "--paces", "4", *(session.posargs or CORE_ON_DEVICES))
 
 
-def _on_vulkan(session: nox.Session, arguments: list[str]) -> None:
+@nox.session(name="device-vulkan", default=False)
+def device_vulkan(session: nox.Session) -> None:
     """The device of torchvulkan, in an environment of its own, on any Vulkan driver."""
     _install_members(session, "tests")
     session.install("--no-deps", "torchvulkan==0.2.1")
-    found = session.run(
-        "python", "-c", "import torchvulkan as v; print(v.is_available())", silent=True
-    )
-    if str(found).split()[-1:] != ["True"]:
+    if not _has_vulkan(str(Path(session.bin, "python"))):
         session.skip(
             "no Vulkan driver, so nothing was run on vulkan; Debian's package mesa-vulkan-drivers "
             "has one that needs no GPU: apt-get install mesa-vulkan-drivers"
         )
-    session.run("pytest", "-q", "--durations=5", *(arguments or ["tests/device_vulkan"]))
+    session.run("pytest", "-q", "--durations=5", *(session.posargs or ["tests/device_vulkan"]))
 
 
-# Each is run by `device`; how it installs what it needs, and which marks or folders it runs.
-DEVICES = {"async": _on_async, "vulkan": _on_vulkan}
-# Where tests are marked `device`; a folder that has none would only cost its collection.
-CORE_ON_DEVICES = ["tests/device", "tests/gpu", "tests/parity", "tests/policies", "tests/wire"]
-CORE_ON_DEVICES += ["tests/checkpoint"]
+def _has_vulkan(python: str) -> bool:
+    """Whether torchvulkan finds a driver; a probe that fails, crashes or hangs has found none."""
+    program = "import torchvulkan; raise SystemExit(not torchvulkan.is_available())"
+    try:  # on a busy machine the import of torch alone may take a minute
+        probe = subprocess.run([python, "-c", program], capture_output=True, timeout=180)
+    except subprocess.TimeoutExpired:
+        return False
+    return probe.returncode == 0
 
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)

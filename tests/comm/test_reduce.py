@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from comm.stand_ins import CPU, AloneReduceScatter, group_of, stand_in_accelerator
 from fullshard.comm import (
+    CommStreams,
     DefaultReduceScatter,
     EventKind,
     EventLog,
@@ -26,6 +27,7 @@ from fullshard.comm import (
     observe,
     reduction_scaling,
 )
+from fullshard.comm.runtime.devices import DeviceTraits, simulated
 from fullshard.comm.runtime.required import require
 from fullshard.comm.transports.collective import ReduceScatter
 from support.collectives import Allocates, reduce_config, shard_of
@@ -327,3 +329,37 @@ def test_on_an_accelerator_inputs_live_as_long_as_others_may_be_alive(inputs: in
         gc.collect()
         assert kept[2]() is None
     assert all(flight.wait().shards[0].eq(1.0).all() for flight in flights)
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_on_a_device_with_one_queue_an_input_lives_until_its_collective_is_over(over: bool) -> None:
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    class Handle(dist.Work):
+        def is_completed(self) -> bool:
+            return over
+
+        def wait(self, timeout: object = None) -> bool:
+            return True
+
+    class Noting(_EveryRankAlike):
+        def __call__(self, output_tensor: Any, input_tensor: Any, *args: Any, **more: Any) -> Any:
+            kept.append(weakref.ref(input_tensor))
+            output_tensor.copy_(input_tensor)
+            return Handle()
+
+    with simulated("cpu", DeviceTraits(streams=False, numbered=False)):
+        config = ReduceConfig(
+            comm=Noting(),
+            process_group=group_of(0, 1),
+            streams=CommStreams(CPU),
+            device=CPU,
+            scaling=reduction_scaling(1, torch.float32, averages=False),
+        )
+        layout = RankMajorLayout([TensorSpec(shape=(4,), dtype=torch.float32)], 1)
+        flight = foreach_reduce([torch.ones(4)], layout, config)
+        gc.collect()
+        assert (kept[0]() is None) == over
+        assert flight.wait().shards[0].eq(1.0).all()
+        gc.collect()
+        assert kept[0]() is None

@@ -1,6 +1,7 @@
 """Training on ``vulkan``, whose bytes travel through the host: torch's own ``fully_shard``, ours.
 
-The process group has a backend for the CPU alone; the transport is that of the how-to page.
+The process group has a backend for the CPU alone; the transport is that of the how-to page. One
+test measures memory over a process group that serves the device, too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.checkpoint import full_optim_state_dict, load_safetensors, save_safetensors
 from fullshard.comm import DefaultAllGather, DefaultReduceScatter
@@ -27,7 +28,7 @@ from fullshard.sharding import (
     unsharded,
 )
 from support.ranks import distributed
-from support.vulkan import is_installed, streams_for_torch, vulkan
+from support.vulkan import is_installed, staged_group, streams_for_torch, vulkan
 from support.wide.page import NEW_DEVICE, run_page
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="nox -s device installs torchvulkan")
@@ -65,6 +66,15 @@ def _sharded(model: nn.Module, fully_shard: Any = fully_shard) -> Any:
         module.set_custom_all_gather(DefaultAllGather(transport=transport))
         module.set_custom_reduce_scatter(DefaultReduceScatter(transport=transport))
     assert isinstance(sharded, (FSDPModule, torch_fsdp.FSDPModule))
+    return sharded
+
+
+def _sharded_over_a_group(model: nn.Module, fully_shard: Any = fully_shard) -> Any:
+    """Shard a copy of ``model`` on the device, over a process group that serves the device."""
+    sharded: Any = copy.deepcopy(model).to("vulkan")
+    mesh = DeviceMesh.from_group(staged_group(), "vulkan")
+    for module in (*sharded, sharded):
+        fully_shard(module, mesh=mesh)
     return sharded
 
 
@@ -114,19 +124,20 @@ def test_training_equals_torchs_own_and_the_unsharded_model() -> None:
             torch.testing.assert_close(mine.detach().cpu(), expected.detach(), rtol=0, atol=1e-4)
 
 
-def _peak(fully_shard: Any, width: int) -> int:
-    model = _sharded(_unsharded(width), fully_shard)
+def _peak(sharded: Any, fully_shard: Any, width: int) -> int:
+    model = sharded(_unsharded(width), fully_shard)
     _train(model, width, "vulkan", reset_before=STEPS - 1)
     peak: int = vulkan().max_memory_allocated()
     return peak
 
 
+@pytest.mark.parametrize("sharded", [_sharded, _sharded_over_a_group])
 @pytest.mark.parametrize("width", [256, 512])
 @ranks(2)
-def test_a_step_needs_less_memory_than_torchs(width: int) -> None:
-    ours = _peak(fully_shard, width)
+def test_a_step_needs_less_memory_than_torchs(width: int, sharded: Any) -> None:
+    ours = _peak(sharded, fully_shard, width)
     with streams_for_torch():
-        theirs = _peak(torch_fsdp.fully_shard, width)
+        theirs = _peak(sharded, torch_fsdp.fully_shard, width)
     assert ours <= BAR * theirs, f"{ours / theirs:.3f} of torch's {theirs / 2**20:.2f} MiB"
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 
 from fullshard.policies import CPUOffloadPolicy, OffloadPolicy
+from support import card
 
 CARD, CPU = torch.device("cuda", 3), torch.device("cpu")
 FLAGS = ("parameters", "optimizer_state")
@@ -89,11 +90,10 @@ def test_without_an_accelerator_nothing_is_pinned() -> None:
 
 @pytest.mark.gpu
 def test_a_shard_is_pinned_if_asked_for_and_staged_onto_the_device() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
     shard = torch.arange(4.0)
     pinned = CPUOffloadPolicy(pin_memory=True).store(shard)
     assert pinned.is_pinned()
     assert not CPUOffloadPolicy(pin_memory=False).store(shard).is_pinned()
-    staged = CPUOffloadPolicy().stage_in(pinned, device)
-    assert staged.device == device
+    staged = CPUOffloadPolicy().stage_in(pinned, card.CARD)
+    assert staged.device == card.CARD
     assert torch.equal(staged.cpu(), shard)

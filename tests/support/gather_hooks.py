@@ -69,7 +69,7 @@ class BFloat16Travel(Wrapped):
     ) -> Any:
         CALLS.append(("pre", mesh.size(), mesh.ndim, outer_size, outer_stride, type(module)))
         rows = -(-outer_size[0] // mesh.size())  # as torch asks: the size that all ranks have
-        padded = torch.zeros(rows, *outer_size[1:], dtype=torch.bfloat16)
+        padded = self._data.new_zeros(rows, *outer_size[1:], dtype=torch.bfloat16)
         padded[: self._data.size(0)] = self._data
         return (padded,), "said before"
 

@@ -77,7 +77,9 @@ class Model(nn.Module):
 def loss_of(model: nn.Module) -> torch.Tensor:
     ids = torch.randint(0, 11, (ROWS, 5))
     out = model(ids)
-    return cross_entropy(out.flatten(0, 1), ids.flatten().to(out.device))
+    # Without a wait of the host, which would order the backward after the forward.
+    targets = ids.flatten().to(out.device, non_blocking=True)
+    return cross_entropy(out.flatten(0, 1), targets)
 
 
 def build(

@@ -42,6 +42,7 @@ LEFT_OUT: dict[Site, str] = {
     ("CommStreams.collect_all", "self._collect(owner, 0)"): _MEMORY,
     ("RootContext.commit", "self.shared.streams.collect_all()"): _MEMORY,
     ("ReduceInFlight.land", "self.wait()"): "bounds memory: inputs wait for the same event",
+    ("ReduceInFlight.launched", "wait_for(config, work)"): _WORK,
     ("ReduceInFlight.wait", "wait_for(self.plan.config, self.work)"): _WORK,
     ("AllReduceInFlight.land", "self._reduction.wait()"): "bounds memory, as ReduceInFlight.land",
     ("AllReduceInFlight.wait", "wait_for(self._reduction.plan.config, self._work)"): _WORK,

@@ -23,10 +23,11 @@ from fullshard.comm.debug.poison import check_unpoisoned
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime.compat import no_relation
+from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.observer import LISTENERS, EventKind
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
-from fullshard.comm.runtime.works import SeveralWorks
+from fullshard.comm.runtime.works import SeveralWorks, is_over
 from fullshard.comm.transports.config import ReduceConfig
 from fullshard.comm.transports.contribution import Contribution, PartsReducer
 from fullshard.comm.transports.first_ranks import for_first_ranks
@@ -107,11 +108,14 @@ class ReduceInFlight:
 
     def launched(self, work: dist.Work | None) -> None:
         """Take the handle of its collective; None: it is over."""
-        if work is not None and self.plan.config.streams.asynchronous_work:
-            self.work = work
-            return
-        if work is not None:
+        config = self.plan.config
+        if work is not None and not config.streams.asynchronous_work:
             work.wait()  # makes the reduce stream wait, not the host
+        elif work is not None:
+            if not (traits_of(config.device).queued and is_over(work)):
+                self.work = work
+                return
+            wait_for(config, work)  # now, so that the next backward has the memory of the input
         self._finish()
 
     def _finish(self) -> None:

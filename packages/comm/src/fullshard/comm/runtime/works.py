@@ -1,4 +1,4 @@
-"""A handle for several collectives that were launched together.
+"""Work handles: one for several collectives that were launched together, and whether one is over.
 
 Owns: waiting for all of them, even if one fails, since until then they read and write memory. The
 first ``wait()`` then calls the function that processes the results. Refuses: launching.
@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["SeveralWorks"]
+__all__ = ["SeveralWorks", "is_over"]
 
 
 def _nothing() -> None:
@@ -47,3 +47,11 @@ class SeveralWorks(dist.Work):
         then, self._works, self._then = self._then, (), _nothing
         then()
         return True
+
+
+def is_over(work: dist.Work) -> bool:
+    """Return whether ``wait()`` would not wait for another rank, if the handle tells.
+
+    False for a user's handle that has ``wait()`` alone.
+    """
+    return isinstance(work, dist.Work) and bool(work.is_completed())
