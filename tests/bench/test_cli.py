@@ -100,7 +100,7 @@ def test_it_says_plainly_that_nothing_is_moved_in_a_wide_world(done: _Done) -> N
     assert "one rank of 8: nothing is moved" in (done.folder / "result.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_wide_world_over_torchs_fake_group_is_named_and_kept(tmp_path: Path) -> None:
     words = ("run", "--wide", "8", "--wide-group", "fake", "--impl", "fullshard", "none", *_SMALL)
     output = _run([*words, "--out", f"{tmp_path}/result"])
@@ -165,7 +165,7 @@ def test_comparing_a_result_with_itself_finds_no_difference(
     assert any(line.startswith("0 of ") for line in capsys.readouterr().out.splitlines())
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_inside_torchrun_smaller_meshes_use_the_first_ranks(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     impl = ("--impl", "fullshard", "none")

@@ -15,6 +15,7 @@ from fullshard_bench.launching.job import Job
 from fullshard_bench.launching.world import local_world
 from fullshard_bench.records.result import Entry, Point
 from fullshard_bench.settings import CONTESTANTS, WIDE_GROUPS
+from support.products import few
 
 
 def _entry(point: Point, name: str) -> Entry:
@@ -23,23 +24,24 @@ def _entry(point: Point, name: str) -> Entry:
     return entry
 
 
+_OPTIONS: list[dict[str, Any]] = [
+    {"model": "gpt-tiny:layers=1,width=16,vocabulary=32"},
+    {"model": "experts:layers=1,width=16,count=2,heads=2", "tokens": 8},
+    {"model": "bench.stand_ins:small", "impl": ("fullshard", "torch", "none"), "rows": 2},
+    {"dtype": "bfloat16", "reduce_dtype": "float32"},
+    {"reduce_dtype": "bfloat16", "impl": ("fullshard", "torch")},
+    {"offload": True},
+    {"reshard": "always", "prefetch": 2},
+    {"reshard": "never", "prefetch": 0},
+    {"checkpointing": True},
+    {"comm": "bench.stand_ins:Gather", "impl": ("fullshard",)},
+    {"transport": "process-group", "impl": ("fullshard",)},
+    {"exposed": False, "clip": 0.0, "seed": 3},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"model": "gpt-tiny:layers=1,width=16,vocabulary=32"},
-        {"model": "experts:layers=1,width=16,count=2,heads=2", "tokens": 8},
-        {"model": "bench.stand_ins:small", "impl": ("fullshard", "torch", "none"), "rows": 2},
-        {"dtype": "bfloat16", "reduce_dtype": "float32"},
-        {"reduce_dtype": "bfloat16", "impl": ("fullshard", "torch")},
-        {"offload": True},
-        {"reshard": "always", "prefetch": 2},
-        {"reshard": "never", "prefetch": 0},
-        {"checkpointing": True},
-        {"comm": "bench.stand_ins:Gather", "impl": ("fullshard",)},
-        {"transport": "process-group", "impl": ("fullshard",)},
-        {"exposed": False, "clip": 0.0, "seed": 3},
-    ],
-    ids=lambda options: ",".join(options),
+    "options", few(_OPTIONS, _OPTIONS[0], *_OPTIONS[2:5], *_OPTIONS[9:]), ids=",".join
 )
 def test_every_contestant_agrees_with_the_unsharded_model_under(options: dict[str, Any]) -> None:
     point = measured(settings(**options)).point
@@ -100,6 +102,7 @@ def test_a_wide_world_has_the_calls_of_one_of_its_ranks_and_checks_no_losses() -
     assert [point.ranks for point in results] == [8, 64]
 
 
+@pytest.mark.matrix
 def test_torchs_fake_group_gives_the_same_counts_as_the_silent_one() -> None:
     options = {"model": "many:groups=3,width=16", "impl": ("fullshard", "torch", "none")}
     points = [

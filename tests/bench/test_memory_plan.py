@@ -43,6 +43,7 @@ def test_on_a_device_the_quickest_that_fits_is_named(capsys: pytest.CaptureFixtu
     assert all(row[6].endswith("%") and row[3].endswith("ms") for row in rows)
 
 
+@pytest.mark.matrix
 def test_meshes_are_curves_and_files_have_all_that_was_said(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_this_machine_is_measured_and_the_best_is_a_picture_and_a_trace(
     assert json.loads(costs.read_text())["settings"]
 
 
+@pytest.mark.matrix
 def test_without_choices_one_thing_at_a_time_is_changed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -108,7 +110,7 @@ def test_without_choices_one_thing_at_a_time_is_changed(
     assert "Ranks on accelerators; --device names one" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_several_processes_plan_what_one_does(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--reshard", "default", "never", "--dtype", "bfloat16"]
     assert main([*WORDS, *words]) == 0

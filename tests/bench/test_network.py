@@ -56,7 +56,7 @@ def test_ranks_meet_over_a_slow_link_and_the_hosts_are_gone_afterwards() -> None
     assert f"fsb-{os.getpid()}-" not in _namespaces()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.usefixtures("allowed")
 def test_of_two_hosts_of_two_ranks_less_leaves_one_that_talks_once() -> None:
     names = ("fullshard", "fullshard_bench.slow_links:hosts", "none")

@@ -41,6 +41,7 @@ ROUND = Round(
 )
 
 
+@pytest.mark.matrix
 def test_a_case_is_planned_and_measured_in_processes_of_its_own() -> None:
     found = times._planned_and_measured(CASE)
     assert found.planned_ms > 0

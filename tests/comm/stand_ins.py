@@ -6,6 +6,7 @@ work (a vector clock), so that a test can ask whether one piece of work is order
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -193,3 +194,14 @@ class _NotedWork(dist.Work):
     def wait(self, timeout: object = None) -> bool:
         self._module.work("decode")
         return True
+
+
+@contextmanager
+def no_larger_files_than(nbytes: int) -> Iterator[None]:
+    """A limit of the kernel for this process, which holds for segments too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

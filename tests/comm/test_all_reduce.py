@@ -16,13 +16,7 @@ from fullshard.comm.collectives.all_reduce import all_reduce_numbers
 from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.same_host.shared_group import shared_group
 from support.apart import private_memory
-from support.ranks import RanksFailed, distributed, run_on_ranks
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+from support.ranks import RanksFailed, distributed, run_on_ranks, world
 
 
 def share(group: dist.ProcessGroup) -> None:

@@ -20,15 +20,9 @@ from fullshard.comm.same_host import same_host
 from fullshard.comm.transports.all_to_all import all_to_all
 from fullshard.comm.transports.pairwise import exchange
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
-from support.ranks import distributed
+from support.ranks import distributed, world
 
 ALL_TO_ALL = AllToAllTransport()
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def given_by(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -13,22 +13,18 @@ from comm.stand_ins import group_of
 from fullshard.comm import (
     AllGather,
     BufferPool,
-    CommStreams,
     DefaultAllGather,
-    GatherConfig,
     RankMajorLayout,
-    ReduceConfig,
     TensorSpec,
-    default_all_gather,
     default_reduce_scatter,
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_reduce,
-    reduction_scaling,
 )
 from fullshard.comm.buffers.buffers import Buffer, BufferSource
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
-from support.ranks import distributed
+from support.collectives import gather_config, reduce_config
+from support.ranks import distributed, world
 
 CPU = torch.device("cpu")
 SMALL = RankMajorLayout([TensorSpec(shape=(4, 3), dtype=torch.float32)], 2)
@@ -144,16 +140,7 @@ def test_only_memory_of_the_caching_allocator_is_reusable() -> None:
 
 
 def _gathered(layout: RankMajorLayout, source: Any, step: int) -> list[torch.Tensor]:
-    process_group = dist.group.WORLD
-    assert process_group is not None
-    rank = process_group.rank()
-    config = GatherConfig(
-        comm=default_all_gather(process_group),
-        process_group=process_group,
-        streams=CommStreams(CPU),
-        device=CPU,
-        source=source,
-    )
+    rank, config = dist.get_rank(), gather_config(world(), source=source)
     shards = [
         torch.full(spec.shard_shape(rank, 2), 10 * step + rank).to(spec.dtype)
         for spec in layout.specs
@@ -165,18 +152,11 @@ def _gathered(layout: RankMajorLayout, source: Any, step: int) -> list[torch.Ten
 
 
 def _reduced(layout: RankMajorLayout, source: Any, step: int) -> list[torch.Tensor]:
-    process_group = dist.group.WORLD
-    assert process_group is not None
-    rank = process_group.rank()
-    config = ReduceConfig(
-        comm=default_reduce_scatter(process_group),
-        process_group=process_group,
-        streams=CommStreams(CPU),
-        device=CPU,
-        scaling=reduction_scaling(2, layout.buffer.dtype, averages=False),
-        source=source,
-    )
-    gradients = [torch.full(spec.shape, step + rank).to(spec.dtype) for spec in layout.specs]
+    dtype, comm = layout.buffer.dtype, default_reduce_scatter(world())
+    config = reduce_config(world(), comm, dtype=dtype, source=source)
+    gradients = [
+        torch.full(spec.shape, step + dist.get_rank()).to(spec.dtype) for spec in layout.specs
+    ]
     return foreach_reduce(gradients, layout, config).wait().shards
 
 
@@ -198,23 +178,14 @@ def test_layouts_that_share_memory_one_after_the_other_do_not_mix() -> None:
 
 
 def test_full_tensors_are_checked_once_against_their_layout() -> None:
-    config = GatherConfig(
-        comm=DefaultAllGather(), process_group=group_of(0, 2), streams=CommStreams(CPU), device=CPU
-    )
+    config = gather_config(group_of(0, 2), DefaultAllGather())
     with pytest.raises(ValueError, match="output 0 has shape"):
         FullTensors([torch.empty(3)], SMALL, config)
 
 
 @distributed(2)
 def test_own_shards_are_checked_once_and_gathered_as_they_are_at_each_gather() -> None:
-    process_group = dist.group.WORLD
-    assert process_group is not None
-    config = GatherConfig(
-        comm=default_all_gather(process_group),
-        process_group=process_group,
-        streams=CommStreams(CPU),
-        device=CPU,
-    )
+    config = gather_config(world())
     with pytest.raises(ValueError, match="shard 0 has shape"):
         OwnShards([torch.ones(3)], SMALL, config)
     shard = torch.zeros(2, 3)

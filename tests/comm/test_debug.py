@@ -16,18 +16,14 @@ import torch.distributed as dist
 
 from fullshard.comm import (
     CollectiveMismatchError,
-    CommStreams,
     EventKind,
     EventLog,
-    GatherConfig,
     RankMajorLayout,
-    ReduceConfig,
     TensorSpec,
     all_gather_tensors,
     all_reduce_shards,
     check_collective,
     debug_collectives,
-    default_all_gather,
     default_reduce_scatter,
     foreach_all_gather,
     foreach_all_gather_copy_out,
@@ -41,31 +37,19 @@ from fullshard.comm.debug.calls import Call
 from fullshard.comm.debug.debug import is_debugging, leave_collectives, resume_collectives
 from fullshard.comm.debug.desync import DesyncDetector
 from fullshard.comm.runtime.compat import default_store
-from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
+from support.collectives import gather_config, reduce_config
+from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks, world
 from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
 
-CPU = torch.device("cpu")
 AGES = 1000.0  # seconds; a test that waited so long would fail by pytest's timeout
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def gather(name: str, rows: int = 4) -> torch.Tensor:
     """Ones, gathered from every rank."""
     group = world()
     layout = RankMajorLayout([TensorSpec(shape=(rows,), dtype=torch.float32)], group.size())
-    config = GatherConfig(
-        comm=default_all_gather(group),
-        process_group=group,
-        streams=CommStreams(CPU),
-        device=CPU,
-        name=name,
-    )
+    config = gather_config(group, name=name)
     shard = torch.ones(layout.specs[0].shard_shape(group.rank(), group.size()))
     output = torch.empty(rows)
     foreach_all_gather_copy_out(foreach_all_gather([shard], layout, config), [output])
@@ -76,16 +60,8 @@ def reduce(name: str, rows: int = 4, factor: float | None = None) -> torch.Tenso
     """This rank's part of the mean of ones."""
     group = world()
     layout = RankMajorLayout([TensorSpec(shape=(rows,), dtype=torch.float32)], group.size())
-    config = ReduceConfig(
-        comm=default_reduce_scatter(group),
-        process_group=group,
-        streams=CommStreams(CPU),
-        device=CPU,
-        name=name,
-        scaling=reduction_scaling(
-            group.size(), torch.float32, averages=False, divide_factor=factor
-        ),
-    )
+    scaling = reduction_scaling(group.size(), torch.float32, averages=False, divide_factor=factor)
+    config = reduce_config(group, default_reduce_scatter(group), scaling, name=name)
     return foreach_reduce([torch.ones(rows)], layout, config).wait().shards[0]
 
 
@@ -215,14 +191,9 @@ def test_sizes_dtypes_and_scalings_are_told_where_names_are_equal() -> None:
 def test_an_all_reduce_over_replicas_is_compared_with_the_replicas_alone() -> None:
     mesh = cpu_mesh((2, 2), ("replicate", "shard"))
     scaling = reduction_scaling(4, torch.float32, averages=False)
-    reduction = ReduceConfig(
-        comm=default_reduce_scatter(mesh.get_group("shard")),
-        process_group=mesh.get_group("shard"),
-        streams=CommStreams(CPU),
-        device=CPU,
-        name="layer",
-        scaling=reduction_scaling(4, torch.float32, averages=False, divide_factor=1.0),
-    )
+    summing = reduction_scaling(4, torch.float32, averages=False, divide_factor=1.0)
+    shards = mesh.get_group("shard")
+    reduction = reduce_config(shards, default_reduce_scatter(shards), summing)
     layout = RankMajorLayout([TensorSpec(shape=(4,), dtype=torch.float32)], 2)
 
     def all_reduce(name: str) -> torch.Tensor:

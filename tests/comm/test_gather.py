@@ -14,7 +14,6 @@ import torch.distributed as dist
 from comm.stand_ins import CPU, AloneAllGather, group_of, stand_in_accelerator
 from fullshard.comm import (
     AllGatherInFlight,
-    CommStreams,
     DefaultAllGather,
     EventKind,
     EventLog,
@@ -22,15 +21,14 @@ from fullshard.comm import (
     RankMajorLayout,
     SelfTransport,
     TensorSpec,
-    default_all_gather,
     foreach_all_gather,
     foreach_all_gather_copy_out,
     observe,
 )
 from fullshard.comm.runtime.required import require
 from fullshard.comm.transports.collective import AllGather
-from support.collectives import Allocates
-from support.ranks import distributed
+from support.collectives import Allocates, gather_config, shard_of
+from support.ranks import distributed, world
 
 # Uneven, smaller than the world, a scalar, no elements, other dims, and dtypes of every width.
 SPECS = [
@@ -56,15 +54,8 @@ def shards_of(
     fulls: Sequence[torch.Tensor], specs: Sequence[TensorSpec], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
     """This rank's shards by plain slicing."""
-    rank, world_size = group.rank(), group.size()
     return [
-        full.view(spec.laid_shape)
-        .narrow(
-            spec.dim,
-            spec.first_row(rank, world_size),
-            spec.shard_shape(rank, world_size)[spec.dim],
-        )
-        .clone()
+        shard_of(full, spec, group.rank(), group.size()).clone()
         for full, spec in zip(fulls, specs, strict=True)
     ]
 
@@ -73,20 +64,14 @@ def empties(specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
     return [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
 
 
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-def config_of(group: dist.ProcessGroup, comm: Any = None, name: str = "") -> GatherConfig:
-    return GatherConfig(
-        comm=default_all_gather(group) if comm is None else comm,
-        process_group=group,
-        streams=CommStreams(CPU),
-        device=torch.device("cpu", 0),
-        name=name,
-    )
+def assert_gathered(
+    in_flight: AllGatherInFlight, specs: Sequence[TensorSpec], fulls: Sequence[torch.Tensor]
+) -> None:
+    """What was gathered, copied out, are the full tensors."""
+    outputs = empties(specs)
+    foreach_all_gather_copy_out(in_flight, outputs)
+    for output, full in zip(outputs, fulls, strict=True):
+        assert torch.equal(output, full)
 
 
 @pytest.mark.parametrize("async_op", [True, False])
@@ -96,39 +81,32 @@ def test_every_rank_gets_the_full_tensors_of_any_shape_dim_and_dtype(async_op: b
     fulls = fulls_of(SPECS)
     layout = RankMajorLayout(SPECS, group.size())
     in_flight = foreach_all_gather(
-        shards_of(fulls, SPECS, group), layout, config_of(group), async_op=async_op
+        shards_of(fulls, SPECS, group), layout, gather_config(group), async_op=async_op
     )
-    outputs = empties(SPECS)
-    foreach_all_gather_copy_out(in_flight, outputs)
-    for output, full in zip(outputs, fulls, strict=True):
-        assert torch.equal(output, full)
+    assert_gathered(in_flight, SPECS, fulls)
 
 
 def test_one_rank_gathers_from_itself() -> None:
     group = group_of(0, 1)
     fulls = fulls_of(SPECS)
     in_flight = foreach_all_gather(
-        shards_of(fulls, SPECS, group), RankMajorLayout(SPECS, 1), config_of(group)
+        shards_of(fulls, SPECS, group), RankMajorLayout(SPECS, 1), gather_config(group)
     )
     assert in_flight.work is None
-    outputs = empties(SPECS)
-    foreach_all_gather_copy_out(in_flight, outputs)
-    assert all(torch.equal(*pair) for pair in zip(outputs, fulls, strict=True))
+    assert_gathered(in_flight, SPECS, fulls)
 
 
 @distributed(2)
 def test_several_gathers_are_under_way_at_once_and_claimed_in_any_order() -> None:
     group = world()
     layout = RankMajorLayout(SPECS, group.size())
-    config = config_of(group)
+    config = gather_config(group)
     lists = [fulls_of(SPECS, seed) for seed in range(3)]
     flights = [foreach_all_gather(shards_of(each, SPECS, group), layout, config) for each in lists]
     assert all(flight.work is not None for flight in flights)  # on CPU all are asynchronous
     flights[1].discard()
     for index in (2, 0):
-        outputs = empties(SPECS)
-        foreach_all_gather_copy_out(flights[index], outputs)
-        assert all(torch.equal(*pair) for pair in zip(outputs, lists[index], strict=True))
+        assert_gathered(flights[index], SPECS, lists[index])
 
 
 @distributed(2)
@@ -137,7 +115,7 @@ def test_shards_are_cast_on_the_way_in_and_outputs_on_the_way_out() -> None:
     full = torch.linspace(-1, 1, 10).view(5, 2)
     spec = TensorSpec(shape=(5, 2), dtype=torch.bfloat16)
     layout = RankMajorLayout([spec], group.size())
-    in_flight = foreach_all_gather(shards_of([full], [spec], group), layout, config_of(group))
+    in_flight = foreach_all_gather(shards_of([full], [spec], group), layout, gather_config(group))
     assert buffer_of(in_flight).dtype is torch.bfloat16
     output = torch.empty(5, 2)
     foreach_all_gather_copy_out(in_flight, [output])
@@ -150,7 +128,7 @@ def test_outputs_may_be_flat_may_require_grad_and_are_filled_exactly() -> None:
     specs = SPECS[:2]
     fulls = fulls_of(specs)
     layout = RankMajorLayout(specs, group.size())
-    in_flight = foreach_all_gather(shards_of(fulls, specs, group), layout, config_of(group))
+    in_flight = foreach_all_gather(shards_of(fulls, specs, group), layout, gather_config(group))
     room = torch.full((17,), -7.0)
     leaf = torch.empty((), dtype=torch.float64, requires_grad=True)
     foreach_all_gather_copy_out(in_flight, [room[1:16], leaf])
@@ -158,18 +136,6 @@ def test_outputs_may_be_flat_may_require_grad_and_are_filled_exactly() -> None:
     assert room[0].item() == room[16].item() == -7.0
     assert torch.equal(leaf.detach(), fulls[1])
     assert leaf.is_leaf
-
-
-@distributed(2)
-def test_the_layout_says_in_which_dtype_tensors_travel() -> None:
-    group = world()
-    full = torch.linspace(-1, 1, 10)
-    spec = TensorSpec(shape=(10,), dtype=torch.float16)
-    layout = RankMajorLayout([spec], group.size())
-    in_flight = foreach_all_gather(shards_of([full], [spec], group), layout, config_of(group))
-    output = torch.empty(10)
-    foreach_all_gather_copy_out(in_flight, [output])
-    assert torch.equal(output, full.half().float())
 
 
 @distributed(2, 4)
@@ -181,11 +147,7 @@ def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
             self.nbytes = 0
 
         def __call__(
-            self,
-            output_tensor: torch.Tensor,
-            input_tensor: torch.Tensor,
-            group: dist.ProcessGroup,
-            async_op: bool = False,
+            self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
         ) -> dist.Work | None:
             self.nbytes += output_tensor.nbytes
             parts = list(output_tensor.chunk(group.size()))
@@ -196,23 +158,18 @@ def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
     require(AllGather, comm)
     fulls = fulls_of(SPECS)
     layout = RankMajorLayout(SPECS, group.size())
-    in_flight = foreach_all_gather(shards_of(fulls, SPECS, group), layout, config_of(group, comm))
-    outputs = empties(SPECS)
-    foreach_all_gather_copy_out(in_flight, outputs)
-    assert all(torch.equal(*pair) for pair in zip(outputs, fulls, strict=True))
+    in_flight = foreach_all_gather(
+        shards_of(fulls, SPECS, group), layout, gather_config(group, comm)
+    )
+    assert_gathered(in_flight, SPECS, fulls)
     assert comm.nbytes == layout.buffer.slice_nbytes * group.size()
 
 
-class _InputNoter:
+class _InputNoter(Allocates):
     """Notes whether the input lies inside the output."""
 
     def __init__(self) -> None:
         self.offsets: list[int] = []
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.zeros(tuple(size), dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
@@ -226,17 +183,16 @@ def test_the_input_is_the_ranks_own_slice_of_the_output() -> None:
     for rank in range(4):
         group = group_of(rank, 4)
         shards = shards_of(fulls_of(SPECS), SPECS, group)
-        foreach_all_gather(shards, layout, config_of(group, comm)).discard()
+        foreach_all_gather(shards, layout, gather_config(group, comm)).discard()
     assert comm.offsets == [rank * layout.buffer.slice_nbytes for rank in range(4)]
 
 
 def test_no_collective_runs_for_tensors_without_elements() -> None:
     specs = [TensorSpec(shape=(0, 3), dtype=torch.float32)]
     comm = _InputNoter()
-    config = config_of(group_of(1, 2), comm)
+    config = gather_config(group_of(1, 2), comm)
     in_flight = foreach_all_gather([torch.empty(0, 3)], RankMajorLayout(specs, 2), config)
-    outputs = empties(specs)
-    foreach_all_gather_copy_out(in_flight, outputs)
+    assert_gathered(in_flight, specs, [torch.empty(0, 3)])
     assert comm.offsets == []
 
 
@@ -249,7 +205,9 @@ def buffer_of(in_flight: AllGatherInFlight) -> torch.Tensor:
 def alone(comm: Any = None) -> AllGatherInFlight:
     group = group_of(0, 1)
     shards = shards_of(fulls_of(SPECS), SPECS, group)
-    return foreach_all_gather(shards, RankMajorLayout(SPECS, 1), config_of(group, comm, "blocks.0"))
+    return foreach_all_gather(
+        shards, RankMajorLayout(SPECS, 1), gather_config(group, comm, name="blocks.0")
+    )
 
 
 def test_a_gather_is_claimed_once() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from comm.stand_ins import group_of
 from fullshard.comm import (
@@ -15,13 +14,7 @@ from fullshard.comm import (
     observe,
     reduce_scatter_tensors,
 )
-from support.ranks import distributed
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+from support.ranks import distributed, world
 
 
 @distributed(2, 4)

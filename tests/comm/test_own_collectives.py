@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fullshard.comm import DefaultAllGather, DefaultReduceScatter, TensorSpec
 from fullshard.comm.runtime.required import require
 from fullshard.comm.transports.collective import AllGather, ReduceScatter
-from support.ranks import distributed
+from support.ranks import distributed, world
 from support.threads.ranks import ThreadRank, run_on_threads
 from support.wide.page import OWN_COLLECTIVE, run_page
 
@@ -28,12 +28,6 @@ LAST_BITS = 2**-20  # a few additions in fp32
 def _page() -> dict[str, Any]:
     """What the page defines without the layers above."""
     return run_page(OWN_COLLECTIVE, leave_out=("Plug them into `fully_shard`",))
-
-
-def _group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def _cut(full: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -87,8 +81,8 @@ def test_an_all_gather_of_ones_own_gathers_what_the_default_does(
     for specs in (SPECS, mixed):
         full = [torch.randn(spec.shape).to(spec.dtype) for spec in specs]
         shards = [_cut(each, spec) for each, spec in zip(full, specs, strict=True)]
-        own = defined["gather"](shards, specs, defined[name](), _group())
-        default = defined["gather"](shards, specs, DefaultAllGather(), _group())
+        own = defined["gather"](shards, specs, defined[name](), world())
+        default = defined["gather"](shards, specs, DefaultAllGather(), world())
         for mine, theirs, each in zip(own, default, full, strict=True):
             assert torch.equal(mine, theirs)
             assert torch.equal(mine, each)
@@ -100,7 +94,7 @@ def test_the_counter_counts_what_the_other_ranks_sent(world_size: int) -> None:
     counter = defined["CountingAllGather"]()
     shards = [_cut(torch.zeros(spec.shape), spec) for spec in SPECS]
     for calls in (1, 2):
-        defined["gather"](shards, SPECS, counter, _group())
+        defined["gather"](shards, SPECS, counter, world())
         assert counter.received == calls * (world_size - 1) * SLICE_BYTES[world_size]
 
 
@@ -111,9 +105,9 @@ def test_bf16_over_all_to_all_stays_within_the_tolerance_that_the_page_states(
     defined = _page()
     gradients, everyones = _gradients()
     own = defined["reduce_to_mean"](
-        gradients, SPECS, defined["HalfTrafficReduceScatter"](), _group()
+        gradients, SPECS, defined["HalfTrafficReduceScatter"](), world()
     )
-    default = defined["reduce_to_mean"](gradients, SPECS, DefaultReduceScatter(), _group())
+    default = defined["reduce_to_mean"](gradients, SPECS, DefaultReduceScatter(), world())
     rounded = False
     for index, spec in enumerate(SPECS):
         stack = torch.stack([each[index].double() for each in everyones])
@@ -148,7 +142,7 @@ def test_bf16_over_all_to_all_still_counts_where_a_sum_in_bf16_stops() -> None:
 def test_bf16_over_all_to_all_knows_sum_from_average(op: str, world_size: int) -> None:
     output = torch.empty(1)
     given = torch.tensor([1.0, 2.0]) * (1 + 2 * dist.get_rank())
-    _page()["HalfTrafficReduceScatter"]()(output, given, _group(), getattr(dist.ReduceOp, op))
+    _page()["HalfTrafficReduceScatter"]()(output, given, world(), getattr(dist.ReduceOp, op))
     total = (dist.get_rank() + 1) * 4.0
     assert output.item() == (total if op == "SUM" else total / world_size)
 
@@ -157,8 +151,8 @@ def test_bf16_over_all_to_all_knows_sum_from_average(op: str, world_size: int) -
 def test_a_reduction_written_for_torch_reduces_what_the_default_does(world_size: int) -> None:
     defined = _page()
     gradients, everyones = _gradients()
-    own = defined["reduce_to_mean"](gradients, SPECS, defined["AllReduceScatter"](), _group())
-    default = defined["reduce_to_mean"](gradients, SPECS, DefaultReduceScatter(), _group())
+    own = defined["reduce_to_mean"](gradients, SPECS, defined["AllReduceScatter"](), world())
+    default = defined["reduce_to_mean"](gradients, SPECS, DefaultReduceScatter(), world())
     for index, spec in enumerate(SPECS):
         magnitude = _cut(torch.stack([each[index].abs() for each in everyones]).mean(0), spec)
         # The order of N additions may differ: N - 1 roundings on either side.

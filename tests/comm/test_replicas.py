@@ -28,17 +28,11 @@ from fullshard.comm.same_host.shared_group import shared_group
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
 from support.apart import private_memory
 from support.collectives import reduce_config
-from support.ranks import cpu_mesh, distributed
+from support.ranks import cpu_mesh, distributed, world
 
 SHARED = SharedMemoryTransport()
 SUM = dist.ReduceOp.SUM
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def new_group() -> dist.ProcessGroup:

@@ -15,9 +15,7 @@ import torch.distributed as dist
 
 from fullshard.comm import (
     CollectiveMismatchError,
-    CommStreams,
     DefaultAllGather,
-    GatherConfig,
     PeerLostError,
     ProcessGroupTransport,
     RankMajorLayout,
@@ -28,9 +26,9 @@ from fullshard.comm import (
 from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.same_host.shared_buffers import SharedTensors, foreach_all_gather_in_place
 from fullshard.comm.same_host.shared_segment import SegmentFile
-from support.ranks import RanksFailed, distributed, run_on_ranks
+from support.collectives import gather_config, shard_of
+from support.ranks import RanksFailed, distributed, run_on_ranks, world
 
-CPU = torch.device("cpu")
 SPECS = (
     TensorSpec(shape=(7, 3), dtype=torch.float32),
     TensorSpec(shape=(5, 6), dtype=torch.bfloat16, dim=1),
@@ -39,20 +37,12 @@ SPECS = (
 )
 
 
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 def values(spec: TensorSpec, turn: int) -> torch.Tensor:
     return (torch.arange(spec.numel).view(spec.shape) + 100.0 * turn).to(spec.dtype)
 
 
-def shard_of(full: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    rows = spec.shard_shape(rank, size)[spec.dim]
-    return full.view(spec.laid_shape).narrow(spec.dim, spec.first_row(rank, size), rows)
+def my_shard_of(full: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    return shard_of(full, spec, dist.get_rank(), dist.get_world_size())
 
 
 def tensors_in(memory: torch.Tensor, specs: tuple[TensorSpec, ...]) -> list[torch.Tensor]:
@@ -64,20 +54,16 @@ def tensors_in(memory: torch.Tensor, specs: tuple[TensorSpec, ...]) -> list[torc
     return fulls
 
 
-def config_over(group: dist.ProcessGroup) -> GatherConfig:
-    return GatherConfig(
-        comm=DefaultAllGather(), process_group=group, streams=CommStreams(CPU), device=CPU, name="x"
-    )
-
-
 @distributed(2, 4, matrix=[4])
 def test_each_gather_leaves_every_ranks_shards_in_the_full_tensors() -> None:
     buffer = SharedMemoryTransport().open_shared_buffer(world(), 4096)
     fulls = tensors_in(buffer.memory, SPECS)
-    config = config_over(world())
+    config = gather_config(world(), DefaultAllGather(), name="x")
     placed = SharedTensors(buffer, fulls, RankMajorLayout(SPECS, dist.get_world_size()), config)
     for turn in range(3):
-        shards = [shard_of(values(spec, turn), spec).float() for spec in SPECS]  # cast on the way
+        shards = [
+            my_shard_of(values(spec, turn), spec).float() for spec in SPECS
+        ]  # cast on the way
         foreach_all_gather_in_place(shards, placed, config).wait()
         for full, spec in zip(fulls, SPECS, strict=True):
             assert torch.equal(full, values(spec, turn))
@@ -125,10 +111,10 @@ def test_nobody_writes_before_all_have_left() -> None:
 @distributed(2)
 def test_a_gather_that_nobody_wants_is_waited_for_and_left() -> None:
     buffer = SharedMemoryTransport().open_shared_buffer(world(), 4096)
-    config = config_over(world())
+    config = gather_config(world(), DefaultAllGather(), name="x")
     layout = RankMajorLayout(SPECS, dist.get_world_size())
     placed = SharedTensors(buffer, tensors_in(buffer.memory, SPECS), layout, config)
-    shards = [shard_of(values(spec, 0), spec) for spec in SPECS]
+    shards = [my_shard_of(values(spec, 0), spec) for spec in SPECS]
     for _ in range(3):  # would wait for ever, if the buffer had not been left
         foreach_all_gather_in_place(shards, placed, config).discard()
 

@@ -19,23 +19,16 @@ from hypothesis import strategies as st
 from fullshard.comm import (
     AllToAllTransport,
     CollectiveMismatchError,
-    CommStreams,
-    DefaultAllGather,
-    GatherConfig,
     ProcessGroupTransport,
-    RankMajorLayout,
     SelfTransport,
     SharedMemoryError,
     SharedMemoryTransport,
-    TensorSpec,
     Transport,
-    foreach_all_gather,
-    foreach_all_gather_copy_out,
     same_host_transport,
 )
 from fullshard.comm.same_host import shared_peers, shared_regions
 from fullshard.comm.same_host.shared_group import shared_group
-from support.ranks import distributed, run_on_ranks
+from support.ranks import distributed, run_on_ranks, world
 from support.threads.ranks import ThreadRank, run_on_threads
 
 CPU = torch.device("cpu")
@@ -53,12 +46,6 @@ DTYPES = [
     torch.uint8,
 ]
 OTHER_DTYPES = [torch.bool, torch.complex64, torch.float8_e4m3fn]
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def new_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
@@ -108,13 +95,6 @@ def test_a_gather_brings_every_ranks_part_in_any_dtype(
     assert torch.equal(output.view(torch.uint8), torch.cat(parts).view(torch.uint8))
 
 
-@distributed(2)
-def test_a_gathers_input_may_lie_elsewhere() -> None:
-    output = torch.zeros(6)
-    SHARED.all_gather(output, torch.full((3,), 1.0 + world().rank()), world(), False)
-    assert output.tolist() == [1, 1, 1, 2, 2, 2]
-
-
 @pytest.mark.cross
 @pytest.mark.parametrize("async_op", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -152,13 +132,6 @@ def test_a_reduction_does_not_depend_on_who_comes_first(
             dist.barrier()
         finish(work)
         assert torch.equal(output, wanted)
-
-
-@distributed(2)
-def test_masks_survive_a_low_precision_reduction() -> None:
-    output = torch.empty(2, dtype=torch.bfloat16)
-    SHARED.reduce_scatter(output, torch.ones(4, dtype=torch.bfloat16), world(), SUM, False)
-    assert output.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("transport", [SHARED, ProcessGroupTransport()], ids=["shared", "gloo"])
@@ -431,46 +404,6 @@ def test_ranks_that_are_threads_choose_their_process_group() -> None:
         return same_host_transport(rank.group)
 
     assert run_on_threads(body, 3) == [ProcessGroupTransport()] * 3
-
-
-# -- in a composed collective ---------------------------------------------------------------------
-
-SPECS = [
-    TensorSpec(shape=(5, 3), dtype=torch.float32),
-    TensorSpec(shape=(), dtype=torch.float64),
-    TensorSpec(shape=(3, 7), dtype=torch.int64, dim=1),
-    TensorSpec(shape=(0, 3), dtype=torch.float32),
-    TensorSpec(shape=(1,), dtype=torch.int16),
-    TensorSpec(shape=(9, 4), dtype=torch.bfloat16),
-]
-
-
-@distributed(2, 4)
-def test_lists_of_uneven_shards_of_mixed_dtypes_are_gathered_as_bytes(world_size: int) -> None:
-    fulls = [
-        part_of(9, spec.numel, spec.dtype, salt=index).view(spec.shape)
-        for index, spec in enumerate(SPECS)
-    ]
-    rank = world().rank()
-    shards = [
-        full.view(spec.laid_shape).narrow(
-            spec.dim,
-            spec.first_row(rank, world_size),
-            spec.shard_shape(rank, world_size)[spec.dim],
-        )
-        for full, spec in zip(fulls, SPECS, strict=True)
-    ]
-    config = GatherConfig(
-        comm=DefaultAllGather(transport=SHARED),
-        process_group=world(),
-        streams=CommStreams(CPU),
-        device=CPU,
-    )
-    gathered = [torch.empty(spec.shape, dtype=spec.dtype) for spec in SPECS]
-    in_flight = foreach_all_gather(shards, RankMajorLayout(SPECS, world_size), config)
-    foreach_all_gather_copy_out(in_flight, gathered)
-    for got, wanted in zip(gathered, fulls, strict=True):
-        assert torch.equal(got, wanted)
 
 
 @distributed(2)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from comm.stand_ins import no_larger_files_than
 from fullshard.comm import (
     AllToAllTransport,
     SelfTransport,
@@ -112,16 +110,6 @@ def test_one_rank_needs_nobody() -> None:
     assert isinstance(group, dist.ProcessGroup)
     assert default_all_gather(group).transport == SelfTransport()
     use(group)
-
-
-@contextmanager
-def no_larger_files_than(nbytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @distributed(2)

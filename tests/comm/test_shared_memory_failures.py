@@ -9,22 +9,18 @@ import pickle
 import re
 import resource
 import signal
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from comm.stand_ins import no_larger_files_than
 from fullshard.comm import PeerLostError, SharedMemoryError, SharedMemoryTransport
 from fullshard.comm.same_host.shared_group import shared_group
 from support.ranks import RanksFailed, distributed, run_on_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SHARED = SharedMemoryTransport()
 SUM = dist.ReduceOp.SUM
@@ -247,17 +243,6 @@ def test_a_rank_that_is_interrupted_while_it_launches_tells_the_others() -> None
 
 
 # -- memory that is not there ---------------------------------------------------------------------
-
-
-@contextmanager
-def no_larger_files_than(nbytes: int) -> Iterator[None]:
-    """A limit of the kernel for this process, which holds for segments too."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @distributed(2, 4)

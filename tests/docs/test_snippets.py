@@ -41,6 +41,8 @@ READMES += [
     for name in ("checkpoint", "optim", "preflight", "wrappers")
 ]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *READMES])
+# Pages whose programs plan large models or simulate many steps, for a minute and more.
+_LONG = [ROOT / "docs" / f"{each}.md" for each in ("how-to/plan", "how-to/races", "tutorial-plan")]
 
 
 def _title(page: Path) -> str:
@@ -190,7 +192,15 @@ def _is_shown(block: Block, printed: str) -> bool:
     return re.fullmatch(pattern, said) is not None
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _programs(page)], ids=_title)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.matrix) if page in _LONG else page
+        for page in PAGES
+        if _programs(page)
+    ],
+    ids=_title,
+)
 def test_the_snippets_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path) -> None:
     for program in _programs(page):  # in one folder: one program may read what another wrote
         run = _run_with_torchrun if "torchrun" in program.settings else _run_on_pool

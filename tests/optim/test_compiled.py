@@ -17,6 +17,7 @@ from support.optim.shapes import Shapes, gradients, groups_of
 from support.optim.ways import WAYS, Way, full_state, full_values, give
 from support.optim.wide import Wide, wide_gradients
 from support.parity.compare import assert_equal, rounding
+from support.products import few
 from support.ranks import distributed
 
 pytestmark = [
@@ -54,7 +55,7 @@ def _steps(make: _Make, way: Way, module: type[nn.Module], backend: str | None) 
     return {**full_values(model), **averages}, full_state(model, optimizer)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", few(["eager", "inductor"], "eager"))
 @pytest.mark.parametrize("name", MATRICES)
 @distributed(2)
 def test_a_compiled_step_of_matrices_is_the_eager_one_to_the_last_bit(
@@ -65,6 +66,7 @@ def test_a_compiled_step_of_matrices_is_the_eager_one_to_the_last_bit(
     assert_same(compiled[1], eager[1])
 
 
+@pytest.mark.matrix
 @distributed(2, timeout=180)
 def test_a_compiled_step_of_8_bit_adamw_is_the_eager_one_but_for_rounding() -> None:
     """Torch corrects the bias of averages in fp32 where it compiles, and in fp64 elsewhere."""

@@ -90,6 +90,7 @@ def _take_values(model: nn.Module, way: Way | None, values: dict[str, torch.Tens
             param.copy_(carrier.get_parameter(name))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -113,6 +114,7 @@ def test_torchs_checkpoints_go_onto_another_mesh(
     _assert_goes_on(other, loaded, WAYS[after], make)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("way", ["four", "tensor parallel", "hybrid"])
 @distributed(4)

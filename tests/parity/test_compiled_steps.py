@@ -28,6 +28,7 @@ from support.apart import apart, private_memory
 from support.modules import Residual, in_turn
 from support.parity.compare import EXACT, assert_equal, parameters_of, rounding
 from support.parity.engines import TORCH, tell
+from support.products import few
 from support.ranks import cpu_mesh, distributed
 
 pytestmark = [
@@ -251,7 +252,7 @@ def test_a_compiled_forward_and_backward_trains_as_the_unsharded_model(
     _assert_right(program, way, backend, 2)
 
 
-@pytest.mark.parametrize("program", ["plain", "step"])
+@pytest.mark.parametrize("program", few(["plain", "step"], "plain"))
 @distributed(1)
 def test_so_it_does_in_a_world_of_one(program: str) -> None:
     _assert_right(program, "shared memory", "aot_eager", 1)
@@ -266,6 +267,7 @@ def test_so_it_does_on_a_hybrid_mesh() -> None:
     assert_equal(parameters_of(found), parameters_of(wanted), rounding(4, steps=4), "parameters")
 
 
+@pytest.mark.matrix
 @distributed(2, timeout=180)
 def test_with_inductor_it_trains_as_torchs_own_does() -> None:
     ours, theirs = (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -188,22 +191,49 @@ def test_a_rank_whose_batch_reaches_no_parameter_of_a_group_still_takes_part(
     assert_equal(gradients_of(model), gradients_of(whole), rounding(world_size), "gradients")
 
 
+def _columns(columns: int) -> nn.Sequential:
+    """A convolution whose kernel has so many columns."""
+    return nn.Sequential(
+        nn.Conv1d(2, 3, columns), nn.ReLU(), nn.AdaptiveAvgPool1d(5), nn.Linear(5, 3)
+    )
+
+
+def _transposed() -> nn.Sequential:
+    """A layer whose weight is not contiguous."""
+    first = nn.Linear(9, 7)
+    first.weight = nn.Parameter(torch.randn(9, 7).t())
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(7, 2))
+
+
+PLACED: dict[str, tuple[Callable[[], nn.Sequential], int]] = {
+    **{f"{columns} columns": (partial(_columns, columns), -1) for columns in (6, 4, 3, 1)},
+    "transposed": (_transposed, 0),
+    "columns of a transposed one": (_transposed, 1),
+}
+
+
 @pytest.mark.cross
-@pytest.mark.parametrize("columns", [6, 4, 3, 1])
+@pytest.mark.parametrize("name", PLACED)
 @distributed(2, 4)
-def test_parameters_cut_along_their_columns_equal_the_whole_batch(
-    columns: int, world_size: int
+def test_parameters_cut_along_any_dim_and_of_any_strides_equal_the_whole_batch(
+    name: str, world_size: int
 ) -> None:
-    model, whole = _columns(columns), _columns(columns)
+    make, dim = PLACED[name]
+    models = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        models.append(make().double())
+    model, whole = models
 
     def placement(parameter: nn.Parameter) -> Shard | None:
-        return Shard(parameter.ndim - 1) if parameter.ndim > 1 else None
+        return Shard(dim % parameter.ndim) if parameter.ndim > 1 else None
 
-    fully_shard(model[0], mesh=cpu_mesh(), shard_placement_fn=placement)
-    fully_shard(model, mesh=cpu_mesh(), shard_placement_fn=placement)
+    for module in (model[0], model):
+        fully_shard(module, mesh=cpu_mesh(), shard_placement_fn=placement)
     weight = model[0].weight
     assert isinstance(weight, DTensor)
-    assert weight.placements == (Shard(2),)
+    assert weight.placements == (Shard(dim % weight.ndim),)
+    assert weight.is_contiguous() == (make is not _transposed)
     x = torch.randn(8, 2, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     optimizers = adamw(model), adamw(whole)
     for step in range(3):
@@ -215,41 +245,3 @@ def test_parameters_cut_along_their_columns_equal_the_whole_batch(
             optimizer.step()
             optimizer.zero_grad()
     assert_equal(parameters_of(model), parameters_of(whole), allowed, "parameters")
-
-
-def _columns(columns: int) -> nn.Sequential:
-    torch.manual_seed(4)
-    return nn.Sequential(
-        nn.Conv1d(2, 3, columns), nn.ReLU(), nn.AdaptiveAvgPool1d(5), nn.Linear(5, 3)
-    ).double()
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@distributed(2, 4)
-def test_a_parameter_that_is_not_contiguous_trains_like_any_other(
-    dim: int, world_size: int
-) -> None:
-    model, whole = _transposed(), _transposed()
-    assert [p.is_contiguous() for p in model.parameters()] == [False, True, True, True]
-    fully_shard(
-        model, mesh=cpu_mesh(), shard_placement_fn=lambda parameter: Shard(dim % parameter.ndim)
-    )
-    x = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    optimizers = adamw(model), adamw(whole)
-    for step in range(3):
-        model(x[my_rows()]).square().mean().backward()
-        whole(x).square().mean().backward()
-        allowed = rounding(world_size, steps=step + 1)
-        assert_equal(gradients_of(model), gradients_of(whole), allowed, f"gradients {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_equal(parameters_of(model), parameters_of(whole), allowed, "parameters")
-
-
-def _transposed() -> nn.Sequential:
-    torch.manual_seed(4)
-    first = nn.Linear(5, 7)
-    first.weight = nn.Parameter(torch.randn(5, 7).t())
-    model = nn.Sequential(first, nn.Tanh(), nn.Linear(7, 2)).double()
-    return model

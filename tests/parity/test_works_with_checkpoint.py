@@ -1,12 +1,13 @@
-"""torch's two checkpoint wrappers, the composable one and the module, around and inside units.
+"""Activation checkpointing in all its forms, around and inside units, leaves gradients as they are.
 
-``test_checkpointing`` has the function in all its variants; here are the forms that change a module
-before or after it is sharded. Right is the unsharded model without checkpoints, and torch's own
-``fully_shard`` under the same wrappers, bit for bit.
+The forms are the function, which a forward calls, and torch's two wrappers, the composable one and
+the module, which change a module before or after it is sharded. Right is the unsharded model
+without checkpoints, and torch's own ``fully_shard`` under the same wrappers, bit for bit.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,151 +20,190 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.utils.checkpoint import checkpoint
 
-from support.parity.compare import EXACT, assert_equal, gradients_of, parameters_of, rounding
+from support.parity.compare import EXACT, assert_equal, gradients_of
 from support.parity.engines import OURS, TORCH, Engine
-from support.parity.models import CASES, Block, TinyTransformer, build
-from support.parity.reference import adamw, my_rows, rows_of
+from support.parity.models import CASES, Block, build
+from support.parity.reference import Pair, my_rows, rows_of
 from support.ranks import cpu_mesh, distributed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
+    # Inside a reentrant checkpoint the first forward has no gradients.
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
 ]
 
-CASE, DTYPE = CASES["transformer"], torch.float64
+DTYPE = torch.float64
 _Shard = Callable[[nn.Module], Any]
 
 
-def _composable_inside(model: TinyTransformer, shard: _Shard) -> None:
+def _function(inner: bool | None, outer: bool | None) -> Callable[[Any, _Shard], None]:
+    """Checkpoints inside the blocks, around them, or both; True is the reentrant variant."""
+
+    def way(model: Any, shard: _Shard) -> None:
+        if outer is not None:
+            model.outer = functools.partial(checkpoint, use_reentrant=outer)
+        for block in model.blocks:
+            if inner is not None:
+                block.inner = functools.partial(checkpoint, use_reentrant=inner)
+            shard(block)
+
+    return way
+
+
+def _composable_inside(model: Any, shard: _Shard) -> None:
     for block in model.blocks:
         composable_checkpoint(block)
         shard(block)
 
 
-def _composable_outside(model: TinyTransformer, shard: _Shard) -> None:
+def _composable_outside(model: Any, shard: _Shard) -> None:
     for block in model.blocks:
         shard(block)
         composable_checkpoint(block)
 
 
-def _composable_in_nested_units(model: TinyTransformer, shard: _Shard) -> None:
+def _composable_in_nested_units(model: Any, shard: _Shard) -> None:
     for block in model.blocks:
-        assert isinstance(block, Block)
         composable_checkpoint(shard(block.up))
         shard(block.down)
         composable_checkpoint(block)
         shard(block)
 
 
-def _wrapper_inside(model: TinyTransformer, shard: _Shard) -> None:
+def _wrapper_inside(model: Any, shard: _Shard) -> None:
     for index, block in enumerate(model.blocks):
         model.blocks[index] = shard(checkpoint_wrapper(block))
 
 
-def _wrapper_outside(model: TinyTransformer, shard: _Shard) -> None:
+def _wrapper_outside(model: Any, shard: _Shard, **options: Any) -> None:
     for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(shard(block), **options)
+
+
+def _wrapper_at_two_levels(model: Any, shard: _Shard) -> None:
+    for index, block in enumerate(model.blocks):
+        block.up = checkpoint_wrapper(shard(block.up))
         model.blocks[index] = checkpoint_wrapper(shard(block))
 
 
-def _reentrant_wrapper_outside(model: TinyTransformer, shard: _Shard) -> None:
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = checkpoint_wrapper(
-            shard(block), checkpoint_impl=CheckpointImpl.REENTRANT
-        )
-
-
-def _wrapper_at_two_levels(model: TinyTransformer, shard: _Shard) -> None:
-    for index, block in enumerate(model.blocks):
-        assert isinstance(block, Block)
-        block.up = checkpoint_wrapper(shard(block.up))  # type: ignore[assignment]  # a module like it
-        model.blocks[index] = checkpoint_wrapper(shard(block))
-
-
-def _applied_to_all(model: TinyTransformer, shard: _Shard) -> None:
+def _applied_to_all(model: Any, shard: _Shard) -> None:
     for block in model.blocks:
         shard(block)
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
 
 
-WAYS: dict[str, Callable[[TinyTransformer, _Shard], None]] = {
+WAYS: dict[str, Callable[[Any, _Shard], None]] = {
+    "inside": _function(False, None),
+    "inside-reentrant": _function(True, None),
+    "outside": _function(None, False),
+    "outside-reentrant": _function(None, True),
+    "nested": _function(False, False),
+    "nested-reentrant": _function(True, True),
+    "reentrant-inside-the-other": _function(True, False),
+    "the-other-inside-reentrant": _function(False, True),
     "composable-inside": _composable_inside,
     "composable-outside": _composable_outside,
     "composable-nested-units": _composable_in_nested_units,
     "wrapper-inside": _wrapper_inside,
     "wrapper-outside": _wrapper_outside,
-    "reentrant-wrapper-outside": _reentrant_wrapper_outside,
+    "reentrant-wrapper-outside": functools.partial(
+        _wrapper_outside, checkpoint_impl=CheckpointImpl.REENTRANT
+    ),
     "wrapper-at-two-levels": _wrapper_at_two_levels,
     "applied-to-all": _applied_to_all,
 }
 
 
-def _sharded(way: str, engine: Engine, reshard: bool | None) -> nn.Module:
-    model = build(CASE, DTYPE)
-    assert isinstance(model, TinyTransformer)
+def _sharded(
+    way: str, engine: Engine = OURS, reshard: bool | None = None, name: str = "transformer"
+) -> Any:
+    model: Any = build(CASES[name], DTYPE)
 
     def shard(module: nn.Module) -> Any:
         return engine.fully_shard(module, mesh=cpu_mesh(), reshard_after_forward=reshard)
 
+    if name == "tied-across-groups":
+        shard(model.embedding)
     WAYS[way](model, shard)
     shard(model)
     return model
 
 
-def _backward(model: nn.Module, step: int, rows: slice) -> None:
-    inputs, targets = rows_of(CASE.batch(step, DTYPE), rows)
-    CASE.loss(model(inputs), targets).backward()
+def _pair(way: str, **options: Any) -> Pair:
+    return Pair(CASES[options.get("name", "transformer")], _sharded(way, **options), DTYPE)
 
 
-def _named(tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    return {name.replace("_checkpoint_wrapped_module.", ""): t for name, t in tensors.items()}
-
-
+@pytest.mark.cross
 @pytest.mark.parametrize("way", WAYS)
-@distributed(2)
-def test_steps_equal_those_without_checkpoints_and_without_sharding(
-    way: str, world_size: int
-) -> None:
-    for reshard in (None, False):
-        model, whole = _sharded(way, OURS, reshard), build(CASE, DTYPE)
-        optimizers = adamw(model), adamw(whole)
+@pytest.mark.parametrize("name", ["transformer", "tied-across-groups"])
+@distributed(2, 4)
+def test_steps_equal_those_without_checkpoints_and_without_sharding(name: str, way: str) -> None:
+    for reshard in (None, True, False):
+        pair = _pair(way, reshard=reshard, name=name)
         for step in range(2):
-            _backward(model, step, my_rows())
-            _backward(whole, step, slice(None))
-            allowed = rounding(world_size, steps=step + 1)
-            found = _named(gradients_of(model))
-            assert_equal(found, gradients_of(whole), allowed, f"gradients at step {step}")
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        allowed = rounding(world_size, steps=3)
-        assert_equal(
-            _named(parameters_of(model)), parameters_of(whole), allowed, f"reshard={reshard}"
-        )
+            pair.backward(step, step + 1)
+            pair.check(what=f"reshard={reshard}, step {step}")
+            pair.step()
+        pair.check(what=f"reshard={reshard}")
 
 
 @pytest.mark.parametrize("way", WAYS)
 @distributed(2)
 def test_gradients_equal_those_under_torchs_own(way: str) -> None:
-    gradients = []
+    case, gradients = CASES["transformer"], []
     for engine in (OURS, TORCH):
-        model = _sharded(way, engine, None)
+        model = _sharded(way, engine)
         for step in range(2):
-            _backward(model, step, my_rows())
+            inputs, targets = rows_of(case.batch(step, DTYPE), my_rows())
+            case.loss(model(inputs), targets).backward()
         gradients.append(gradients_of(model))
     assert_equal(gradients[0], gradients[1], EXACT, way)
 
 
-@pytest.mark.parametrize("way", ["composable-outside", "wrapper-outside", "wrapper-at-two-levels"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "outside",
+        "outside-reentrant",
+        "composable-outside",
+        "wrapper-outside",
+        "wrapper-at-two-levels",
+    ],
+)
 @distributed(2)
-def test_two_forwards_before_their_backwards(way: str, world_size: int) -> None:
-    model, whole = _sharded(way, OURS, None), build(CASE, DTYPE)
-    losses = []
+def test_several_forwards_before_their_backwards(way: str) -> None:
+    pair = _pair(way)
+    losses = [pair.losses(step) for step in range(3)]
+    for index in (1, 2, 0):
+        for loss in losses[index]:
+            loss.backward()
+    pair.check(3)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(2)
+def test_a_checkpoint_around_the_whole_model_recomputes_the_root(reshard: bool) -> None:
+    pair = _pair("applied-to-all", reshard=reshard)
+    model = pair.model
     for step in range(2):
-        inputs, targets = rows_of(CASE.batch(step, DTYPE), my_rows())
-        losses.append(CASE.loss(model(inputs), targets))
-        _backward(whole, step, slice(None))
-    for loss in losses:
-        loss.backward()
-    allowed = rounding(world_size, steps=2)
-    assert_equal(_named(gradients_of(model)), gradients_of(whole), allowed, "gradients")
+        pair.model = functools.partial(checkpoint, model, use_reentrant=False)  # type: ignore[assignment]  # it is called
+        pair.backward(step)
+        pair.model = model
+        pair.check()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@distributed(2)
+def test_one_block_called_twice_under_a_checkpoint(reentrant: bool) -> None:
+    pair = _pair("outside")
+
+    def again(block: nn.Module, x: torch.Tensor) -> Any:
+        once = checkpoint(block, x, use_reentrant=reentrant)
+        return checkpoint(block, once, use_reentrant=reentrant)
+
+    pair.model.outer, pair.whole.outer = again, lambda block, x: block(block(x))  # type: ignore[assignment]
+    for step in range(2):
+        pair.backward(step)
+        pair.check()

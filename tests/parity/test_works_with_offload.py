@@ -8,24 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import fsdp as torch_fsdp
 
-from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.sharding import NoOffload, fully_shard
-from support.parity.compare import (
-    EXACT,
-    assert_equal,
-    gradients_of,
-    mean_over_ranks,
-    parameters_of,
-    rounding,
-)
+from support.parity.compare import EXACT, assert_equal, rounding
 from support.parity.engines import TORCH, shard, tell
 from support.parity.models import CASES, build
-from support.parity.reference import compare, my_rows, rows_of, train, whole_batch
+from support.parity.reference import Pair, compare, my_rows, rows_of, train, whole_batch
 from support.ranks import cpu_mesh, distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
@@ -109,31 +103,21 @@ class Recorded(NoOffload):
 NAME = "uneven"
 
 
-def _backward(model: torch.nn.Module, step: int, rows: slice) -> torch.Tensor:
-    case = CASES[NAME]
-    inputs, targets = rows_of(case.batch(step, torch.float64), rows)
-    loss = case.loss(model(inputs), targets)
-    loss.backward()
-    return loss.detach()
+def _pair(policy: OffloadPolicy | NoOffload, **options: Any) -> Pair:
+    model = shard(CASES[NAME], dtype=torch.float64, offload_policy=policy, **options)
+    return Pair(CASES[NAME], model)
 
 
 @distributed(2)
-def test_gradients_of_a_whole_backward_travel_together_and_the_host_waits_once(
-    world_size: int,
-) -> None:
+def test_gradients_of_a_whole_backward_travel_together_and_the_host_waits_once() -> None:
     policy = Recorded()
-    model = shard(CASES[NAME], dtype=torch.float64, offload_policy=policy)
-    whole = build(CASES[NAME], torch.float64)
+    pair = _pair(policy)
     for step in range(3):  # the second and third add to a gradient that is there
         policy.done.clear()
-        loss = mean_over_ranks(_backward(model, step, my_rows()))
-        expected = _backward(whole, step, slice(None))
-        assert_equal({"loss": loss}, {"loss": expected}, rounding(world_size), "loss")
-        count = len(list(whole.parameters()))
+        pair.backward(step)
         staged_out = [each for each in policy.done if each != "in"]
-        assert staged_out == ["out"] * count + ["arrived"]
-    allowed = rounding(world_size, steps=3)
-    assert_equal(gradients_of(model), gradients_of(whole), allowed, "gradients")
+        assert staged_out == ["out"] * len(list(pair.whole.parameters())) + ["arrived"]
+    pair.check()
 
 
 @distributed(2)
@@ -147,31 +131,22 @@ def test_a_hook_on_a_sharded_gradient_sees_one_that_has_arrived() -> None:
 
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(hook)
-    _backward(model, 0, my_rows())
+    inputs, targets = rows_of(CASES[NAME].batch(0, torch.float64), my_rows())
+    CASES[NAME].loss(model(inputs), targets).backward()
     assert seen == [True] * len(list(model.parameters()))
 
 
 @distributed(2)
-def test_each_gather_has_a_copy_of_its_own_of_the_shards_as_they_are_then(world_size: int) -> None:
+def test_each_gather_has_a_copy_of_its_own_of_the_shards_as_they_are_then() -> None:
     policy = Recorded()
-    model = shard(
-        CASES[NAME], dtype=torch.float64, offload_policy=policy, reshard_after_forward=True
-    )
-    whole = build(CASES[NAME], torch.float64)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
-    count = len(list(whole.parameters()))
+    pair = _pair(policy, reshard_after_forward=True)
     for step in range(3):
         policy.done.clear()
-        for micro in range(2):
-            _backward(model, step + micro, my_rows())
-            _backward(whole, step + micro, slice(None))
+        pair.backward(step, step + 1)
         # each of two micro-batches gathers in forward and in backward
-        assert policy.done.count("in") == 4 * count
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    allowed = rounding(world_size, steps=7)
-    assert_equal(parameters_of(model), parameters_of(whole), allowed, "parameters")
+        assert policy.done.count("in") == 4 * len(list(pair.whole.parameters()))
+        pair.step()
+    pair.check()
 
 
 @distributed(2)
@@ -204,15 +179,9 @@ def test_shards_that_were_replaced_are_stored_anew() -> None:
 
 
 @distributed(2)
-def test_offload_and_accumulation_without_communication(world_size: int) -> None:
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
-    model = shard(
-        CASES[NAME], dtype=torch.float64, offload_policy=CPUOffloadPolicy(), mp_policy=policy
-    )
-    whole = build(CASES[NAME], torch.float64)
+def test_offload_and_accumulation_without_communication() -> None:
+    pair = _pair(CPUOffloadPolicy(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
     for micro in range(3):
-        tell(model, "set_requires_gradient_sync", micro == 2)
-        _backward(model, micro, my_rows())
-        _backward(whole, micro, slice(None))
-    allowed = rounding(world_size, steps=3)
-    assert_equal(gradients_of(model), gradients_of(whole), allowed, "gradients")
+        tell(pair.model, "set_requires_gradient_sync", micro == 2)
+        pair.backward(micro)
+    pair.check()

@@ -24,6 +24,7 @@ from fullshard.sharding import fully_shard
 from fullshard.wire import Quantised, WirePolicy
 from support.modules import Assembled
 from support.parity.models import CASES, Case, build
+from support.products import few
 from support.ranks import cpu_mesh, distributed, run_on_ranks
 
 NAMES = {1: ("shard",), 2: ("replicate", "shard")}
@@ -116,25 +117,27 @@ def _planned(name: str, options: str, mesh: Any) -> Plan:
 SAME = partial(pytest.approx, rel=0.03)  # garbage of Python's may keep a buffer for longer
 
 
-@pytest.mark.parametrize("name", sorted(set(CASES) - {"partly-used", "many-dtypes"}))
+@pytest.mark.parametrize(
+    "name", few(sorted(set(CASES) - {"partly-used", "many-dtypes"}), "tied-across-groups", "lora")
+)
 def test_peak_and_held_are_what_training_with_values_has(name: str) -> None:
     planned = _planned(name, "plain", 3)
     assert (planned.tensors, planned.held) == SAME(_alone(name, "plain", (3,)))
 
 
-@pytest.mark.parametrize("mesh", [2, 1, (2, 2), 64], ids=str)
+@pytest.mark.parametrize("mesh", few([2, 1, (2, 2), 64], 1, (2, 2)), ids=str)
 def test_so_they_are_on_any_mesh(mesh: Any) -> None:
     planned = _planned("transformer", "plain", mesh)
     assert (planned.tensors, planned.held) == SAME(_alone("transformer", "plain", check_mesh(mesh)))
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", few(OPTIONS, "mixed", "in-blocks"))
 def test_so_they_are_with_each_policy(options: str) -> None:
     planned = _planned("transformer", options, 4)
     assert (planned.tensors, planned.held) == SAME(_alone("transformer", options, (4,)))
 
 
-@pytest.mark.parametrize("name", ["transformer", "lora", "many-dtypes", "partly-used"])
+@pytest.mark.parametrize("name", few(["transformer", "lora", "many-dtypes", "partly-used"], "lora"))
 def test_the_peak_is_what_real_ranks_measure(name: str) -> None:
     peak, _ = run_on_ranks(_measured, 2, name, "plain", (2,))[0]
     assert _planned(name, "plain", 2).tensors == SAME(peak)

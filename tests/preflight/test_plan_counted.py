@@ -12,8 +12,7 @@ import torch
 from fullshard.preflight import Plan, plan
 from support.counted import counted
 from support.counted.kinds import KINDS, adamw
-
-QUICK = ("gpt, tied", "300,000 rows", "resnet", "lstm")
+from support.products import few
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +32,7 @@ def _planned(name: str) -> Plan:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=() if each in QUICK else pytest.mark.matrix) for each in KINDS],
-)
+@pytest.mark.parametrize("name", few(KINDS, "300,000 rows", "lstm"))
 def test_a_plan_has_what_two_ranks_allocate(name: str, tmp_path: Path) -> None:
     """Gloo's threads free buffers when they run, on a busy machine after the wait: steps differ."""
     found = counted(tmp_path, [name])

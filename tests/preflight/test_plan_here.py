@@ -184,6 +184,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Plan, P
     yield planned(Here(threads=1, cache=path), mesh=2), path
 
 
+@pytest.mark.matrix
 def test_a_plan_here_is_added_up_from_operations_and_collectives_that_were_measured(
     measured: tuple[Plan, Path],
 ) -> None:
@@ -212,6 +213,7 @@ def test_an_lstm_is_measured_with_the_workspace_that_its_backward_reads() -> Non
     assert "by their bytes alone" not in found.time.device.measured
 
 
+@pytest.mark.matrix
 def test_what_a_file_has_is_not_measured_again(measured: tuple[Plan, Path]) -> None:
     with (
         patch.object(measuring, "measure_together", side_effect=AssertionError),

@@ -10,6 +10,7 @@ import torch
 
 from fullshard.preflight.races import Kind, RaceError, check
 from fullshard.sharding import fully_shard
+from support.products import few
 from support.races.programs import OPTIONS, PROGRAMS, Model, loss_of, train
 from support.ranks import cpu_mesh, distributed
 
@@ -24,15 +25,17 @@ _ON_ONE_AXIS = [
     "lists",
 ]
 
+_FEW = ["plain", "no-sync-mixed", "offloaded-accumulated", "checkpointed", "coalesced", "by-hand"]
 
-@pytest.mark.parametrize("name", [*OPTIONS, "gather-hooks"])
+
+@pytest.mark.parametrize("name", few([*OPTIONS, "gather-hooks"], *_FEW))
 def test_no_policy_has_races_over_shards_and_replicas(name: str) -> None:
     report = check(PROGRAMS[name], mesh=(2, 2))
     report.raise_if_any()
     assert {"default", "copy_in", "reduce", "all_reduce"} <= report.operations.keys()
 
 
-@pytest.mark.parametrize("name", _ON_ONE_AXIS)
+@pytest.mark.parametrize("name", few(_ON_ONE_AXIS, "plain", "recovered"))
 def test_nor_over_shards_alone(name: str) -> None:
     report = check(PROGRAMS[name], mesh=4)
     report.raise_if_any()

@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 
 from fullshard.preflight.races import check
+from support.products import few
 from support.races.mutations import MUTATIONS, Mutation, mutated
 from support.races.programs import PROGRAMS
 from support.races.sites import KEPT, LEFT_OUT, changed_sites, kept, sites
 
+_FIRST = {m.function: m for m in reversed(MUTATIONS) if not m.redundant}  # one per function
 _REDUNDANT = [mutation for mutation in MUTATIONS if mutation.redundant]
 
 
-@pytest.mark.parametrize("mutation", [m for m in MUTATIONS if not m.redundant], ids=str)
+@pytest.mark.parametrize(
+    "mutation", few([m for m in MUTATIONS if not m.redundant], *_FIRST.values()), ids=str
+)
 def test_a_changed_line_is_reported(mutation: Mutation) -> None:
     with mutated(mutation):
         report = check(PROGRAMS[mutation.program], mesh=mutation.mesh)

@@ -7,8 +7,24 @@ from typing import Any
 import pytest
 
 from fullshard.preflight import Verdict, verify
+from support.products import few
 from support.ranks import run_on_ranks
 from support.verification.correct import CORRECT, batch, loss, net, shard
+
+_FIRST = [
+    "plain",
+    "accumulation inside the loss",
+    "hybrid",
+    "torch's",
+    "FSDP1",
+    "offloaded",
+    "bfloat16",
+    "dead units",
+    "a bias that softmax cancels",
+    "SGD with momentum",
+    "Muon",
+    "clipped",
+]
 
 
 def _verdict_of(name: str, layers: bool) -> Verdict:
@@ -25,7 +41,7 @@ def _verdict_of(name: str, layers: bool) -> Verdict:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's own, of views
 @pytest.mark.cross
 @pytest.mark.parametrize("layers", [False, True], ids=["whole", "by layer"])
-@pytest.mark.parametrize("name", CORRECT)
+@pytest.mark.parametrize("name", few(CORRECT, *_FIRST))
 def test_a_correct_program_is_equal(name: str, layers: bool) -> None:
     for verdict in run_on_ranks(_verdict_of, CORRECT[name].ranks, name, layers):
         assert verdict.equal, str(verdict)

@@ -17,7 +17,7 @@ from fullshard.comm import DefaultAllGather, DefaultReduceScatter, EventLog, obs
 from fullshard.policies import DepthPrefetch, MixedPrecisionPolicy
 from fullshard.sharding import RankMismatchError, fully_shard, unsharded
 from support.ranks import cpu_mesh, distributed
-from support.surface.model import WIDTH, Net, batch, build, sharded
+from support.surface.model import WIDTH, batch, build, sharded
 from support.surface.ranks import everyone, never_gathered
 
 TIMEOUT = 20.0  # seconds: a rank that is left waiting must not hold up the run for long
@@ -34,146 +34,178 @@ def _message_of_the_mismatch(model: nn.Module, x: torch.Tensor) -> str:
     return messages[0]
 
 
-@dataclass(frozen=True)
-class Difference:
-    """What the odd rank does otherwise, and what the error must name."""
-
-    change: Callable[[Net], Any]
-    names: str
-    words: tuple[str, ...]
-
-
-def _wider(net: Net) -> None:
+def _wider(net: Any) -> None:
     net.blocks[1].fc1 = nn.Linear(WIDTH, WIDTH + 2)
 
 
-def _reordered(net: Net) -> None:
-    block: Any = net.blocks[0]
-    block.fc1 = block._modules.pop("fc1")  # registered last now
+def _reordered(net: Any) -> None:
+    net.blocks[0].fc1 = net.blocks[0]._modules.pop("fc1")  # registered last now
 
 
-def _deeper(net: Net) -> None:
-    block: Any = net.blocks[1]
-    block.extra = nn.Linear(WIDTH, 2)
+def _deeper(net: Any) -> None:
+    net.blocks[1].extra = nn.Linear(WIDTH, 2)
 
 
-def _without_a_bias(net: Net) -> None:
+def _without_a_bias(net: Any) -> None:
     net.head.bias = None
 
 
-def _in_bfloat16(net: Net) -> None:
+def _in_bfloat16(net: Any) -> None:
     net.head.weight = nn.Parameter(net.head.weight.detach().bfloat16())
 
 
-def _frozen(net: Net) -> None:
-    net.stem.bias.requires_grad_(False)
+def _tied(net: Any) -> None:
+    net.stem.bias = net.blocks[0].fc2.bias
 
 
-def _tied(net: Net) -> None:
-    block: Any = net.blocks[0]
-    net.stem.bias = block.fc2.bias
+def _replaced(net: Any) -> None:
+    net.stem.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
 
 
+@dataclass(frozen=True)
+class Difference:
+    """What the odd rank, which is the last, does otherwise.
+
+    Attributes:
+        make: a sharded model, given whether this rank is the odd one.
+        words: what the error must name; ``{odd}`` stands for the rank.
+    """
+
+    make: Callable[[bool], Any]
+    words: tuple[str, ...]
+
+
+def changed(change: Callable[[Any], object], *words: str) -> Difference:
+    """The odd rank changes its model before it shards it."""
+
+    def make(odd: bool) -> Any:
+        net = build()
+        if odd:
+            change(net)
+        return sharded(net)
+
+    return Difference(make, ("rank {odd}", *words))
+
+
+def changed_later(change: Callable[[Any], object], *words: str) -> Difference:
+    """The odd rank changes its sharded model."""
+
+    def make(odd: bool) -> Any:
+        net = sharded(build())
+        if odd:
+            change(net)
+        return net
+
+    return Difference(make, ("rank {odd}", *words))
+
+
+def given(option: str, mine: Callable[[bool], Any], *words: str) -> Difference:
+    """The odd rank gives an option another value."""
+    return Difference(lambda odd: sharded(build(), **{option: mine(odd)}), words)
+
+
+def _of_one_group_less(odd: bool) -> Any:
+    net = build()
+    for block in net.blocks if odd else net.blocks[:1]:
+        fully_shard(block)
+    return fully_shard(net)
+
+
+def _ignoring(odd: bool) -> Any:
+    net: Any = build()
+    return fully_shard(net, ignored_params={net.head.weight} if odd else None)
+
+
+def _without_parameters(odd: bool) -> Any:
+    return fully_shard(nn.Linear(WIDTH, 4) if odd else nn.Identity(), mesh=cpu_mesh())
+
+
+BFLOAT16 = torch.bfloat16
+GROUP = "rank {odd} has parameter group 'blocks.1'"
 DIFFERENCES = {
-    "shape": Difference(_wider, "blocks.1.fc1.weight", ("(7, 6)", "(8, 6)")),
-    "order": Difference(_reordered, "blocks.0.fc1.weight", ("blocks.0.fc2.weight",)),
-    "number": Difference(_deeper, "blocks.1.extra.weight", ()),
-    "missing last": Difference(_without_a_bias, "head.bias", ()),
-    "dtype": Difference(_in_bfloat16, "head.weight", ("float32", "bfloat16")),
-    "requires_grad": Difference(
-        _frozen, "stem.bias", ("requires_grad=True", "requires_grad=False")
+    "shape": changed(_wider, "blocks.1.fc1.weight", "(7, 6)", "(8, 6)"),
+    "order": changed(_reordered, "blocks.0.fc1.weight", "blocks.0.fc2.weight"),
+    "number": changed(_deeper, "blocks.1.extra.weight"),
+    "missing last": changed(_without_a_bias, "head.bias"),
+    "dtype": changed(_in_bfloat16, "head.weight", "float32", "bfloat16"),
+    "requires_grad": changed(
+        lambda net: net.stem.bias.requires_grad_(False),
+        "stem.bias",
+        "requires_grad=True",
+        "requires_grad=False",
     ),
-    "tying": Difference(_tied, "stem.bias", ()),
+    "tying": changed(_tied, "stem.bias"),
+    "on meta": changed(
+        lambda net: net.head.to("meta"), "head.weight", "head.bias", "meta", "to_empty"
+    ),
+    "replaced": changed_later(_replaced, "stem.weight"),
+    "a group less": Difference(_of_one_group_less, ("blocks.1",)),
+    "ignored": Difference(_ignoring, ("head.weight",)),
+    "no parameters": Difference(_without_parameters, ("weight",)),
+    "param_dtype": given(
+        "mp_policy",
+        lambda odd: MixedPrecisionPolicy(param_dtype=BFLOAT16 if odd else None),
+        "weight",
+        "bfloat16",
+    ),
+    "reduce_dtype": given(
+        "mp_policy",
+        lambda odd: MixedPrecisionPolicy(reduce_dtype=BFLOAT16 if odd else None),
+        "weight",
+        "bfloat16",
+    ),
+    "dim": given(
+        "shard_placement_fn",
+        lambda odd: lambda param: Shard(odd % param.ndim),
+        "weight",
+        "dim 0",
+        "dim 1",
+    ),
+    # one rank would gather again in backward, and wait for ever for the other
+    "reshard_after_forward": given(
+        "reshard_after_forward",
+        lambda odd: odd,
+        "module '(root)' resharded after forward: False",
+        "module '(root)' resharded after forward: True",
+    ),
+    "prefetch_policy": given(
+        "prefetch_policy",
+        lambda odd: DepthPrefetch(forward=1 + odd),
+        "DepthPrefetch(forward=1",
+        "DepthPrefetch(forward=2",
+    ),
+    "gather bucket": changed_later(
+        lambda net: net.blocks[1].set_gather_bucket_cap(3.0), GROUP, "share launches up to 3 MiB"
+    ),
+    "reduce bucket": changed_later(
+        lambda net: net.blocks[1].set_reduce_bucket_cap(3.0), GROUP, "reductions up to 3 MiB"
+    ),
+    "sums only": changed_later(
+        lambda net: net.blocks[1].set_force_sum_reduction_for_comms(True), GROUP, "sums only: True"
+    ),
 }
 
 
 @pytest.mark.cross
 @pytest.mark.parametrize("kind", DIFFERENCES)
 @distributed(2, 4, timeout=TIMEOUT)
-def test_parameters_that_differ_in_one_rank_raise_on_every_rank_with_their_full_name(
-    kind: str,
-) -> None:
+def test_a_difference_of_one_rank_raises_on_every_rank_and_is_named(kind: str) -> None:
     difference = DIFFERENCES[kind]
     odd = dist.get_world_size() - 1
-    net = build()
-    if dist.get_rank() == odd:
-        difference.change(net)
-    message = _message_of_the_mismatch(sharded(net), batch())
-    assert difference.names in message
-    assert f"rank {odd}" in message
+    message = _message_of_the_mismatch(difference.make(dist.get_rank() == odd), batch())
     for word in difference.words:
-        assert word in message
+        assert word.replace("{odd}", str(odd)) in message
 
 
 @distributed(2, timeout=TIMEOUT)
-def test_a_mismatch_raises_again_at_the_next_forward() -> None:
-    net = build()
-    if dist.get_rank() == 1:
-        _wider(net)
-    sharded(net)
+def test_a_mismatch_raises_again_at_the_next_forward_and_in_unshard() -> None:
+    net = DIFFERENCES["shape"].make(dist.get_rank() == 1)
     first = _message_of_the_mismatch(net, batch())
     assert _message_of_the_mismatch(net, batch()) == first
-
-
-@distributed(2, timeout=TIMEOUT)
-def test_a_mismatch_raises_in_unshard_too() -> None:
-    net = build()
-    if dist.get_rank() == 1:
-        _wider(net)
-    model: Any = sharded(net)
+    other = DIFFERENCES["shape"].make(dist.get_rank() == 1)
     with pytest.raises(RankMismatchError, match=r"blocks\.1\.fc1\.weight"):
-        model.unshard()
+        other.unshard()
     assert len(set(everyone("in step"))) == 1
-
-
-@distributed(2, timeout=TIMEOUT)
-def test_a_rank_that_did_not_shard_a_block_by_itself_raises_on_every_rank() -> None:
-    net = build()
-    fully_shard(net.blocks[0])
-    if dist.get_rank() == 0:
-        fully_shard(net.blocks[1])
-    message = _message_of_the_mismatch(fully_shard(net), batch())
-    assert "blocks.1" in message
-
-
-@distributed(2, timeout=TIMEOUT)
-def test_a_rank_that_ignores_a_parameter_raises_on_every_rank() -> None:
-    net = build()
-    weight: Any = net.head.weight
-    ignored = {weight} if dist.get_rank() == 1 else None
-    message = _message_of_the_mismatch(fully_shard(net, ignored_params=ignored), batch())
-    assert "head.weight" in message
-
-
-@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype"])
-@distributed(2, timeout=TIMEOUT)
-def test_another_mixed_precision_on_one_rank_raises_on_every_rank(field: str) -> None:
-    fields: dict[str, Any] = {field: torch.bfloat16 if dist.get_rank() == 1 else None}
-    policy = MixedPrecisionPolicy(**fields)
-    message = _message_of_the_mismatch(fully_shard(build(), mp_policy=policy), batch())
-    assert "stem.weight" in message
-    assert "bfloat16" in message
-
-
-@distributed(2, timeout=TIMEOUT)
-def test_another_dim_to_cut_along_on_one_rank_raises_on_every_rank() -> None:
-    dim = dist.get_rank()
-    net = nn.Linear(4, 4, bias=False)
-    message = _message_of_the_mismatch(
-        fully_shard(net, shard_placement_fn=lambda param: Shard(dim)), torch.ones(1, 4)
-    )
-    assert "weight" in message
-    assert "dim 0" in message
-    assert "dim 1" in message
-
-
-@distributed(2, timeout=TIMEOUT)
-def test_another_reshard_after_forward_on_one_rank_raises_on_every_rank() -> None:
-    # one rank would gather again in backward, and wait for ever for the other
-    reshard = dist.get_rank() == 1
-    message = _message_of_the_mismatch(sharded(build(), reshard_after_forward=reshard), batch())
-    assert "module '(root)' resharded after forward: False" in message
-    assert "module '(root)' resharded after forward: True" in message
 
 
 @distributed(4, timeout=TIMEOUT)
@@ -184,66 +216,6 @@ def test_another_smaller_world_on_one_rank_raises_on_every_rank() -> None:
     message = _message_of_the_mismatch(net, batch())
     assert "post-forward mesh of: [2]" in message
     assert "post-forward mesh of: [0]" in message
-
-
-@distributed(2, timeout=TIMEOUT)
-def test_another_prefetch_policy_on_one_rank_raises_on_every_rank() -> None:
-    policy = DepthPrefetch(forward=1 + dist.get_rank())
-    message = _message_of_the_mismatch(sharded(build(), prefetch_policy=policy), batch())
-    assert "DepthPrefetch(forward=1" in message
-    assert "DepthPrefetch(forward=2" in message
-
-
-@pytest.mark.parametrize(
-    ("setter", "value", "words"),
-    [
-        ("set_gather_bucket_cap", 3.0, "share launches up to 3 MiB"),
-        ("set_reduce_bucket_cap", 3.0, "reductions up to 3 MiB"),
-        ("set_force_sum_reduction_for_comms", True, "sums only: True"),
-    ],
-)
-@distributed(2, timeout=TIMEOUT)
-def test_another_setting_of_communication_on_one_rank_raises_on_every_rank(
-    setter: str, value: Any, words: str
-) -> None:
-    net: Any = sharded(build())
-    if dist.get_rank() == 1:
-        getattr(net.blocks[1], setter)(value)
-    message = _message_of_the_mismatch(net, batch())
-    assert "rank 1 has parameter group 'blocks.1'" in message
-    assert words in message
-
-
-@distributed(2, 4, timeout=TIMEOUT)
-def test_a_model_without_parameters_on_one_rank_raises_on_every_rank() -> None:
-    odd = dist.get_rank() == 0
-    model = fully_shard(nn.Identity() if odd else nn.Linear(4, 4), mesh=cpu_mesh())
-    assert "weight" in _message_of_the_mismatch(model, torch.ones(1, 4))
-
-
-@distributed(2, 4, timeout=TIMEOUT)
-def test_a_parameter_on_meta_on_one_rank_raises_on_every_rank() -> None:
-    odd = dist.get_world_size() - 1
-    net = build()
-    if dist.get_rank() == odd:
-        net.head.to("meta")
-    message = _message_of_the_mismatch(sharded(net), batch())
-    assert "head.weight" in message
-    assert "head.bias" in message
-    assert "meta" in message
-    assert "to_empty" in message
-    assert f"rank {odd}" in message
-
-
-@distributed(2, 4, timeout=TIMEOUT)
-def test_a_parameter_replaced_on_one_rank_raises_on_every_rank() -> None:
-    net = sharded(build())
-    odd = dist.get_world_size() - 1
-    if dist.get_rank() == odd:
-        net.stem.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-    message = _message_of_the_mismatch(net, batch())
-    assert "stem.weight" in message
-    assert f"rank {odd}" in message
 
 
 @distributed(2, timeout=TIMEOUT)
@@ -283,34 +255,22 @@ def test_ranks_that_agree_exchange_nothing_after_the_first_forward() -> None:
     assert len(everyone("in step")) == 2
 
 
-def _shape_on_the_last_rank(net: Net) -> None:
-    _wider(net)
-
-
-def _meta_on_the_last_rank(net: Net) -> None:
-    block: Any = net.blocks[1]
-    block.fc1.to("meta")
-
-
-@pytest.mark.parametrize("change", [_shape_on_the_last_rank, _meta_on_the_last_rank])
+@pytest.mark.parametrize(
+    ("change", "ranks"),
+    [
+        (_wider, (3,)),
+        (lambda net: net.blocks[1].fc1.to("meta"), (3,)),
+        (_wider, (2, 3)),  # each shard group agrees within itself
+    ],
+    ids=["shape", "meta", "replicas"],
+)
 @distributed(4, timeout=TIMEOUT)
-def test_a_mismatch_in_one_replica_raises_on_every_rank_of_a_2d_mesh(
-    change: Callable[[Net], None],
+def test_a_mismatch_in_or_between_replicas_raises_on_every_rank_of_a_2d_mesh(
+    change: Callable[[Any], object], ranks: tuple[int, ...]
 ) -> None:
     net = build()
-    if dist.get_rank() == 3:
+    if dist.get_rank() in ranks:
         change(net)
-    sharded(net, mesh=cpu_mesh((2, 2), ("replicate", "shard")))
-    with pytest.raises(RankMismatchError, match=r"blocks\.1\.fc1\.weight"):
-        net(batch())
-    assert everyone("in step") == ["in step"] * 4
-
-
-@distributed(4, timeout=TIMEOUT)
-def test_replicas_that_differ_from_each_other_raise_on_every_rank() -> None:
-    net = build()
-    if dist.get_rank() >= 2:  # each shard group agrees within itself
-        _wider(net)
     sharded(net, mesh=cpu_mesh((2, 2), ("replicate", "shard")))
     with pytest.raises(RankMismatchError, match=r"blocks\.1\.fc1\.weight"):
         net(batch())

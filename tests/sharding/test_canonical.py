@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,16 +73,6 @@ def _call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _reentrant(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = checkpoint(block, x, use_reentrant=True)
-    return out
-
-
-def _not_reentrant(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = checkpoint(block, x, use_reentrant=False)
-    return out
-
-
 def shard(**options: object) -> Net:
     net = Net().double()
     for block in [*net.vision, *net.text, net.extra]:
@@ -102,11 +93,15 @@ def loss_of(net: nn.Module, rank: int, step: int, plan: Plan) -> torch.Tensor:
     return out.square().sum()
 
 
-def reference(plans: list[Plan], step: int = 0) -> Net:
-    net = Net().double()
-    losses = [loss_of(net, rank, step, plan) for rank, plan in enumerate(plans)]
+def add_up(plain: Net, plans: list[Plan], step: int = 0) -> Net:
+    """The unsharded model, which gets the mean of the gradients of all ranks."""
+    losses = [loss_of(plain, rank, step, plan) for rank, plan in enumerate(plans)]
     (torch.stack(losses).sum() / len(plans)).backward()
-    return net
+    return plain
+
+
+def reference(plans: list[Plan]) -> Net:
+    return add_up(Net().double(), plans)
 
 
 def assert_gradients(net: nn.Module, wanted: nn.Module) -> None:
@@ -162,8 +157,7 @@ def test_steps_with_other_plans_each_follow_the_unsharded_model() -> None:
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (net, plain)]
     for step, plans in enumerate((["vt", "t"], ["t", "vta"], ["", "v"], ["vta", "vta"])):
         loss_of(net, rank, step, plans[rank]).backward()
-        losses = [loss_of(plain, each, step, plan) for each, plan in enumerate(plans)]
-        (torch.stack(losses).sum() / 2).backward()
+        add_up(plain, plans, step)
         assert_gradients(net, plain)
         for optimizer in optimizers:
             optimizer.step()
@@ -172,81 +166,82 @@ def test_steps_with_other_plans_each_follow_the_unsharded_model() -> None:
         torch.testing.assert_close(mine.full_tensor(), theirs.detach())  # type: ignore[attr-defined]  # a DTensor
 
 
-@pytest.mark.parametrize("call", [_reentrant, _not_reentrant])
-@distributed(2)
-def test_with_checkpointed_blocks(call: Callable[..., torch.Tensor]) -> None:
-    plans, rank = ["vt", "ta"], dist.get_rank()
-    net = shard()
-    net.call = call
-    with assert_same_collectives():
-        loss_of(net, rank, 0, plans[rank]).backward()
-    assert_gradients(net, reference(plans))
+# -- programs -------------------------------------------------------------------------------------
+
+STEPS = (["vt", "t"], ["", "va"], ["ta", "t"])
 
 
-@distributed(2)
-def test_accumulation_with_and_without_communication() -> None:
-    rank, net, plain = dist.get_rank(), shard(), Net().double()
-    assert isinstance(net, FSDPModule)
-    steps = (["vt", "t"], ["", "va"], ["ta", "t"])
-    with assert_same_collectives():
-        for step, plans in enumerate(steps):
-            net.set_requires_gradient_sync(step != 1)
-            loss_of(net, rank, step, plans[rank]).backward()
-    for step, plans in enumerate(steps):
-        for each, plan in enumerate(plans):
-            (loss_of(plain, each, step, plan) / 2).backward()
-    assert_gradients(net, plain)
+def losses_of(net: Any) -> list[Callable[[], torch.Tensor]]:
+    """For each step, a function that runs its forward."""
+    rank = dist.get_rank()
+    return [partial(loss_of, net, rank, step, plans[rank]) for step, plans in enumerate(STEPS)]
 
 
-@distributed(2)
-def test_several_forwards_before_their_backwards() -> None:
-    rank, net, plain = dist.get_rank(), shard(), Net().double()
-    steps = (["vt", "t"], ["", "va"])
-    with assert_same_collectives():
-        losses = [loss_of(net, rank, step, plans[rank]) for step, plans in enumerate(steps)]
-        for loss in reversed(losses):
-            loss.backward()
-    for step, plans in enumerate(steps):
-        for each, plan in enumerate(plans):
-            (loss_of(plain, each, step, plan) / 2).backward()
-    assert_gradients(net, plain)
+def checkpointed(net: Any, *, reentrant: bool) -> None:
+    net.call = partial(checkpoint, use_reentrant=reentrant)
+    for loss in losses_of(net):
+        loss().backward()
 
 
-@distributed(2)
-def test_evaluation_between_steps() -> None:
-    plans, rank, net = ["vt", "t"], dist.get_rank(), shard()
-    with assert_same_collectives(), torch.no_grad():
-        found = loss_of(net, rank, 1, plans[rank])
-    torch.testing.assert_close(found, loss_of(Net().double(), rank, 1, plans[rank]).detach())
-    loss_of(net, rank, 0, plans[rank]).backward()
-    assert_gradients(net, reference(plans))
+def accumulated(net: Any) -> None:
+    for step, loss in enumerate(losses_of(net)):
+        net.set_requires_gradient_sync(step != 1)
+        loss().backward()
 
 
-@distributed(2)
-def test_prefetching_follows_the_order_too() -> None:
-    plans, rank, net = ["vt", "t"], dist.get_rank(), shard()
+def forwards_first(net: Any) -> None:
+    for loss in reversed([loss() for loss in losses_of(net)]):
+        loss.backward()
+
+
+def evaluated_between(net: Any) -> None:
+    for loss in losses_of(net):
+        with torch.no_grad():
+            found = loss()
+        torch.testing.assert_close(found, loss().detach())
+        loss().backward()
+
+
+def prefetched(net: Any) -> None:
     blocks = [*net.vision, *net.text]
     for before, after in zip(blocks, blocks[2:], strict=False):
         before.set_modules_to_forward_prefetch([after])  # skips one
         after.set_modules_to_backward_prefetch([before])
-    with assert_same_collectives():
-        loss_of(net, rank, 0, plans[rank]).backward()
-    assert_gradients(net, reference(plans))
+    for loss in losses_of(net):
+        loss().backward()
 
 
+def gathered_by_hand(net: Any) -> None:
+    """It ends on all ranks, whichever ran it."""
+    for loss in losses_of(net):
+        for block in net.vision:
+            block.unshard()
+        found = loss()
+        for block in net.vision:
+            block.unshard(async_op=True)
+        found.backward()
+
+
+PROGRAMS: dict[str, Callable[[Any], None]] = {
+    "reentrant checkpoints": partial(checkpointed, reentrant=True),
+    "checkpoints": partial(checkpointed, reentrant=False),
+    "accumulated": accumulated,
+    "forwards first": forwards_first,
+    "evaluated between": evaluated_between,
+    "prefetched": prefetched,
+    "gathered by hand": gathered_by_hand,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 @distributed(2)
-def test_what_was_gathered_by_hand_ends_on_all_ranks_whichever_ran_it() -> None:
-    plans, rank, net = ["vt", "t"], dist.get_rank(), shard()
-    for _ in range(2):
-        net.zero_grad()
-        with assert_same_collectives():
-            for block in net.vision:
-                block.unshard()  # type: ignore[operator]  # an FSDPModule
-            loss = loss_of(net, rank, 0, plans[rank])
-            for block in net.vision:
-                block.unshard(async_op=True)  # type: ignore[operator]  # an FSDPModule
-            loss.backward()
-        assert_gradients(net, reference(plans))
+def test_a_program_has_the_gradients_of_the_unsharded_model(program: str) -> None:
+    net, plain = shard(), Net().double()
+    with assert_same_collectives():
+        PROGRAMS[program](net)
+    for step, plans in enumerate(STEPS):
+        add_up(plain, plans, step)
+    assert_gradients(net, plain)
 
 
 @distributed(2)

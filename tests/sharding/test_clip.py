@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard.comm import EventKind, EventLog, observe, set_shared_memory
 from fullshard.sharding import clip_grad_norm_, fully_shard, grad_norm
-from support.parity.compare import EXACT, assert_equal, gradients_of, rounding
+from support.parity.compare import EXACT, assert_equal, full, gradients_of, rounding
 from support.parity.engines import OURS, TORCH, shard, tell
 from support.parity.models import CASES, Case, build
 from support.parity.reference import my_rows, rows_of
@@ -44,28 +44,33 @@ def collectives(mode: CommDebugMode) -> dict[str, int]:
     return {str(kind).split(".")[-1]: n for kind, n in mode.get_comm_counts().items() if n}
 
 
+NORMS = [
+    ("empty", 2.0),
+    ("uneven", 0.5),
+    ("lora", 1.0),
+    ("tied-across-groups", 2.0),
+    ("tied-across-groups", 3.0),
+    ("tied-across-groups", math.inf),
+]
+EMPTY = ("empty", math.inf)  # where torch's own raises: an empty shard has no largest element
+
+
 @pytest.mark.cross
 @pytest.mark.parametrize(
-    ("name", "order"),
-    [
-        ("uneven", 0.5),
-        ("lora", 1.0),
-        ("empty", 2.0),
-        ("empty", math.inf),  # where torch's own raises: an empty shard has no largest element
-        ("tied-across-groups", 2.0),
-        ("tied-across-groups", 3.0),
-    ],
+    ("torchs", "name", "order"),
+    [(torchs, *norm) for torchs in (False, True) for norm in [*NORMS, EMPTY][: 7 - torchs]],
 )
 @distributed(2, 4)
 def test_norm_and_clipped_gradients_equal_the_unsharded(
-    name: str, order: float, world_size: int
+    torchs: bool, name: str, order: float, world_size: int
 ) -> None:
+    clip = torch.nn.utils.clip_grad_norm_ if torchs else clip_grad_norm_
     model, whole = after_backward(name)
     counted = [param for param in whole.parameters() if param.numel() > 0]
     allowed = rounding(world_size, steps=5)
     # limits that leave gradients alone, and those that do not
     for limit, foreach in ((1e6, None), (0.05, True), (0.02, False), (0.01, None)):
-        got = clip_grad_norm_(model.parameters(), limit, order, foreach=foreach)
+        got = full(clip(model.parameters(), limit, order, foreach=foreach))
         want = torch.nn.utils.clip_grad_norm_(counted, limit, order)
         assert want > 0.005
         assert_equal({"norm": got}, {"norm": want}, allowed, "norm")

@@ -1,7 +1,9 @@
-"""How many collectives a step has, and that ranks cannot diverge in them (DESIGN 3.4)."""
+"""What a step gathers and reduces, beside torch's own, and when (DESIGN 3.4)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,89 +13,167 @@ from torch import nn
 from fullshard.comm import EventKind, EventLog, observe
 from support.events.models import DIM, batch, make_net
 from support.events.recorder import (
+    STEP,
     Recorder,
     Shard,
+    against_torch,
     assert_close_to,
     averaged_gradients,
-    compare_with_torch,
     full_gradients,
+    gathered,
     ours,
     record,
 )
 from support.modules import Assembled
 from support.ranks import distributed
 
-RESHARD = pytest.mark.parametrize("reshard", [True, False, None])
-GATHERS = {True: 8, False: 4, None: 7}  # of a root and three blocks, per step
 
-
-def step(net: nn.Module, **kwargs: Any) -> None:
+def step(net: nn.Module, recorder: Recorder | None = None, **kwargs: Any) -> None:
     """One forward and backward."""
     net(batch(**kwargs)).square().sum().backward()
 
 
-# -- how many -------------------------------------------------------------------------------------
+# -- programs beside torch ------------------------------------------------------------------------
 
 
-@pytest.mark.cross
-@RESHARD
-@distributed(2, 4)
-def test_a_step_has_as_many_collectives_as_torchs(reshard: bool | None) -> None:
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = make_net(shard, reshard_after_forward=reshard)
-        step(net)
-        recorder = record(net)
-        step(net)
-        return net, recorder
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program, whose gathers, reductions and gradients are torch's.
 
-    mine, theirs = compare_with_torch(scenario)
-    assert len(mine.recorder.gathers) == GATHERS[reshard]
-    assert len(mine.recorder.reductions) == 4
-    assert sorted(mine.recorder.reductions) == sorted(theirs.recorder.reductions)
+    Attributes:
+        run: gets the net and the recorder.
+        gathers: by ``reshard_after_forward``, the names of what is gathered, or their number.
+        reductions: the names of what is reduced.
+        options: of the net.
+    """
+
+    run: Callable[[Any, Recorder], object]
+    gathers: dict[bool | None, str | int]
+    reductions: str = "2 1 0 root"
+    options: dict[str, Any] = field(default_factory=dict)
 
 
-@pytest.mark.cross
-@pytest.mark.parametrize("keep", [False, True], ids=["reshard-after-backward", "keep"])
-@RESHARD
-@distributed(2)
-def test_accumulation_has_as_many_collectives_as_torchs(reshard: bool | None, keep: bool) -> None:
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = make_net(shard, reshard_after_forward=reshard)
-        recorder = record(net)
-        for microbatch in range(3):
-            last = microbatch == 2
-            net.set_requires_gradient_sync(last)
-            net.set_is_last_backward(last)
-            net.set_reshard_after_backward(last or not keep)
-            step(net, seed=microbatch)
-            if not last:
-                assert recorder.reductions == []
-        return net, recorder
+def second_step(net: Any, recorder: Recorder) -> None:
+    step(net)
+    recorder.clear()
+    step(net)
 
-    mine, theirs = compare_with_torch(scenario)
-    assert sorted(mine.recorder.reductions) == sorted(theirs.recorder.reductions)
-    assert len(mine.recorder.reductions) == 4
-    plain = make_net(None)
+
+def accumulate(net: Any, recorder: Recorder, *, keep: bool = False) -> None:
+    """Three micro-batches, of which the last communicates."""
     for microbatch in range(3):
-        step(plain, seed=microbatch)
-    assert_close_to(mine.gradients, averaged_gradients(plain))
-    if not keep:
-        assert len(mine.recorder.gathers) == 3 * GATHERS[reshard]
+        last = microbatch == 2
+        net.set_requires_gradient_sync(last)
+        net.set_is_last_backward(last)
+        net.set_reshard_after_backward(last or not keep)
+        step(net, seed=microbatch)
+        assert last or recorder.reductions == []
 
 
-@RESHARD
-@distributed(2)
-def test_accumulation_with_communication_reduces_every_time(reshard: bool | None) -> None:
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = make_net(shard, reshard_after_forward=reshard)
-        recorder = record(net)
-        for microbatch in range(2):
-            step(net, seed=microbatch)
-        return net, recorder
+def drop_an_output(net: Any, recorder: Recorder) -> None:
+    output = net(batch(seed=9))
+    del output
+    net.reshard()  # torch keeps what only the root holds
+    recorder.clear()
+    step(net)
 
-    mine, theirs = compare_with_torch(scenario)
-    assert len(mine.recorder.gathers) == 2 * GATHERS[reshard]
-    assert len(mine.recorder.reductions) == len(theirs.recorder.reductions) == 8
+
+def two_forwards(net: Any, recorder: Recorder) -> None:
+    (net(batch(seed=1)).sum() + net(batch(seed=2)).square().sum()).backward()
+
+
+def retain(net: Any, recorder: Recorder) -> None:
+    loss = net(batch()).square().sum()
+    loss.backward(retain_graph=True)
+    recorder.clear()
+    loss.backward()
+
+
+def evaluate(net: Any, recorder: Recorder) -> None:
+    with torch.no_grad():
+        for _ in range(3):
+            net(batch())
+    step(net)
+
+
+def two_steps(net: Any, recorder: Recorder) -> None:
+    for seed in range(2):
+        step(net, seed=seed)
+
+
+def freeze(net: Any, recorder: Recorder) -> None:
+    net.blocks[1].requires_grad_(False)
+    step(net)
+
+
+def prefetch_forward(net: Any, recorder: Recorder) -> None:
+    net.set_modules_to_forward_prefetch([net.blocks[1], net.blocks[0]])
+    net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1], net.blocks[2]])
+    step(net)
+
+
+def prefetch_backward(net: Any, recorder: Recorder) -> None:
+    net.set_modules_to_backward_prefetch([net.blocks[1], net.blocks[2]])
+    net.blocks[2].set_modules_to_backward_prefetch([net.blocks[0]])
+    step(net)
+
+
+def prefetch_of_one_module(net: Any, recorder: Recorder) -> None:
+    """A list replaces the policy of its module only."""
+    net.blocks[2].set_modules_to_backward_prefetch([net.blocks[0]])
+    step(net)
+
+
+PROGRAMS = {
+    "a step": Program(run=step, gathers={None: STEP, True: 8, False: "root 0 1 2"}),
+    "a second step": Program(run=second_step, gathers={None: STEP, True: 8, False: "root 0 1 2"}),
+    "accumulation": Program(run=accumulate, gathers={None: f"{STEP} {STEP} {STEP}", True: 24}),
+    "accumulation, resharded once": Program(
+        run=lambda *args: accumulate(*args, keep=True),
+        gathers={None: f"{STEP} 2 1 0 2 1 0", True: 16, False: "root 0 1 2"},
+    ),
+    "accumulation with communication": Program(
+        run=two_steps,
+        gathers={None: f"{STEP} {STEP}", True: 16, False: "root 0 1 2 root 0 1 2"},
+        reductions="2 1 0 root 2 1 0 root",
+    ),
+    "a dropped output": Program(run=drop_an_output, gathers={None: STEP}),
+    "two forwards": Program(
+        run=two_forwards, gathers={True: "root 0 1 2 root 0 1 2 root 2 1 0 2 1 0"}
+    ),
+    "a retained graph": Program(run=retain, gathers={None: "root 2 1 0", True: 4, False: 4}),
+    "an evaluation": Program(
+        run=evaluate,
+        gathers={None: f"root 0 1 2 0 1 2 0 1 2 {STEP[5:]}", True: 20, False: "root 0 1 2"},
+    ),
+    "a frozen group": Program(run=freeze, gathers={None: STEP}, reductions="2 0 root"),
+    "prefetch in forward": Program(run=prefetch_forward, gathers={None: "root 1 0 2 2 1 0"}),
+    "prefetch in backward": Program(run=prefetch_backward, gathers={None: "root 0 1 2 1 2 0"}),
+    "prefetch of one module": Program(
+        run=prefetch_of_one_module, gathers={None: "root 0 1 2 2 0 1"}
+    ),
+}
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize(
+    ("name", "reshard"),
+    [(name, reshard) for name, program in PROGRAMS.items() for reshard in program.gathers],
+)
+@distributed(2, 4)
+def test_a_program_gathers_and_reduces_as_torchs(name: str, reshard: bool | None) -> None:
+    program = PROGRAMS[name]
+    mine, theirs = against_torch(program.run, reshard_after_forward=reshard, **program.options)
+    wanted = program.gathers[reshard]
+    if isinstance(wanted, str):
+        assert mine.recorder.gathers == gathered(wanted)
+    else:
+        assert len(mine.recorder.gathers) == wanted
+    assert mine.recorder.reductions == gathered(program.reductions)
+    assert sorted(mine.recorder.reductions) == sorted(theirs.recorder.reductions)
+
+
+# -- when -----------------------------------------------------------------------------------------
 
 
 @distributed(2)
@@ -123,23 +203,6 @@ def test_keeping_after_backward_saves_the_gathers_of_the_next_forward() -> None:
     with torch.no_grad():
         net(batch())
     assert recorder.gathers == []
-
-
-@distributed(2)
-def test_frozen_groups_are_gathered_and_not_reduced() -> None:
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = make_net(shard)
-        net.blocks[1].requires_grad_(False)
-        recorder = record(net)
-        step(net)
-        return net, recorder
-
-    mine, theirs = compare_with_torch(scenario)
-    assert sorted(mine.recorder.reductions) == sorted(theirs.recorder.reductions)
-    assert "blocks.1" not in mine.recorder.reductions
-
-
-# -- when -----------------------------------------------------------------------------------------
 
 
 @distributed(2)
@@ -201,18 +264,14 @@ def make_fork(shard: Shard | None, **arguments: Any) -> Any:
     return fork
 
 
-@RESHARD
+@pytest.mark.parametrize("reshard", [True, False, None])
 @distributed(2)
 def test_a_group_that_backward_does_not_reach_is_not_reduced(reshard: bool | None) -> None:
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        fork = make_fork(shard, reshard_after_forward=reshard)
-        recorder = record(fork)
+    def run(fork: Any, recorder: Recorder) -> None:
         left, _ = fork(batch())
         left.sum().backward()
-        del left, _
-        return fork, recorder
 
-    mine, theirs = compare_with_torch(scenario)
+    mine, theirs = against_torch(run, make=make_fork, reshard_after_forward=reshard)
     assert sorted(mine.recorder.reductions) == sorted(theirs.recorder.reductions)
     assert mine.recorder.reductions == ["left", "root"]
     assert mine.gradients["right.weight"] is None

@@ -19,7 +19,6 @@ from support.events.recorder import (
     full_gradients,
     ours,
     record,
-    shard_with_torch,
 )
 from support.modules import Assembled
 from support.ranks import distributed
@@ -155,17 +154,6 @@ def test_one_copy_serves_all_groups_that_lack_a_gradient() -> None:
     model(batch()).sum().backward()
     loss = model(batch()).sum()
     assert len(reads_of_the_host(loss.backward)) == 1
-
-
-@distributed(2)
-def test_torch_has_sizes_that_depend_on_use_which_is_why_ours_have_not() -> None:
-    sizes = []
-    for used in ([0, 1, 2], [1]):
-        model = make_chooses(shard_with_torch)
-        recorder = record(model)
-        model(batch(), used).sum().backward()
-        sizes.append(recorder.reduced_numels)
-    assert sizes[0] != sizes[1]
 
 
 @distributed(2)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
 from support.ranks import distributed
 from support.surface.model import WIDTH, Net, batch, build, sharded, train
@@ -42,17 +41,6 @@ def test_to_another_dtype_after_sharding_equals_the_unsharded_model_moved(
     grad: Any = net.blocks[0].fc1.weight.grad  # type: ignore[union-attr]  # a Linear
     assert grad.dtype is dtype
     torch.testing.assert_close(grad.full_tensor(), reference.blocks[0].fc1.weight.grad)  # type: ignore[union-attr]  # a Linear
-
-
-@distributed(2)
-def test_float_and_bfloat16_and_double_are_moves_too() -> None:
-    net: Any = sharded(build())
-    assert net.bfloat16().head.weight.dtype is torch.bfloat16
-    assert net(batch().bfloat16()).dtype is torch.bfloat16
-    assert net.double().head.weight.dtype is torch.float64
-    assert net(batch().double()).dtype is torch.float64
-    assert net.float().head.weight.dtype is torch.float32
-    assert net(batch()).dtype is torch.float32
 
 
 @distributed(2)
@@ -96,24 +84,6 @@ def test_a_tie_made_after_sharding_and_a_move_is_found() -> None:
     fully_shard(net)
     assert net.head.weight is net.embed.weight
     assert net(torch.tensor([0])).dtype is torch.float64
-
-
-@distributed(2)
-def test_mixed_precision_keeps_the_sharded_dtype() -> None:
-    net = sharded(build(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    net(batch()).sum().backward()
-    for param in net.parameters():
-        assert param.dtype is torch.float32
-        assert param.grad is not None and param.grad.dtype is torch.float32
-
-
-@distributed(2)
-def test_zero_grad_of_the_module_reaches_the_shards() -> None:
-    net = sharded(build())
-    net(batch()).sum().backward()
-    assert all(param.grad is not None for param in net.parameters())
-    net.zero_grad()
-    assert all(param.grad is None for param in net.parameters())
 
 
 def _gradients(net: Net) -> dict[str, torch.Tensor | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,11 +43,12 @@ def part(step: int = 0) -> torch.Tensor:
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
-    """This rank's shards, and none left behind."""
+    """This rank's shards of those that there are, and none left behind."""
     found = []
     for param in model.parameters():
         gradient: Any = param.grad
-        found.append(gradient.to_local().clone())
+        if gradient is not None:
+            found.append(gradient.to_local().clone())
         param.grad = None
     return found
 
@@ -122,58 +124,103 @@ def skipping() -> Any:
 # -- ranks that diverge ---------------------------------------------------------------------------
 
 
-@distributed(2, 4)
-@pytest.mark.parametrize("order", [(0, 2), (0, 2, 1)], ids=["skipped", "swapped"])
-def test_blocks_that_a_rank_skips_or_swaps_are_named_and_all_go_on(order: tuple[int, ...]) -> None:
-    model = skipping()
-    wanted = step(model)
-    last = dist.get_world_size() - 1
-    with debug_mode(timeout=AGES):
-        assert equal(step(model), wanted)
-        model.order = order if dist.get_rank() == last else (0, 1, 2)
-        report = diverges(model, lambda: step(model))
+def _is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def in_order(model: Any, order: tuple[int, ...]) -> None:
+    """The last rank runs these blocks."""
+    model.order = order if _is_last() else (0, 1, 2)
+    try:
+        step(model)
+    finally:
         model.order = (0, 1, 2)
-        assert equal(step(model), wanted)
-    others = "rank 0 gathers" if last == 1 else f"ranks 0-{last - 1} gather"
-    assert f"{others} blocks.1, rank {last} gathers blocks.2." in report
 
 
-@distributed(2)
-def test_a_gather_that_meets_a_reduction_is_told_as_in_a_sentence() -> None:
-    model = sharded()
-    wanted = step(model)
-
-    def run() -> None:
-        loss = loss_of(model, part())
-        if dist.get_rank() == 0:
-            model(part())  # once more, while the other begins its backward
-        loss.backward()
-
-    with debug_mode(timeout=AGES):
-        report = diverges(model, run)
-        assert equal(step(model), wanted)
-    assert "rank 0 gathers (root), rank 1 gathers blocks.2." in report
-    model.set_reshard_after_forward(False)  # so that a backward reduces first
-    with debug_mode(timeout=AGES):
-        report = diverges(model, run)
-        assert equal(step(model), wanted)
-    assert "rank 0 gathers (root), rank 1 reduces blocks.2." in report
+def one_forward_more(model: Any) -> None:
+    """Rank 0 runs another forward while the others begin their backward."""
+    loss = loss_of(model, part())
+    if dist.get_rank() == 0:
+        model(part())
+    loss.backward()
 
 
+def bad_batch(model: Any) -> None:
+    failure = raising(model.blocks[1], ValueError("bad batch"))
+    with failure if _is_last() else contextlib.nullcontext():
+        step(model)
+
+
+def prefetch_alone(model: Any) -> None:
+    if dist.get_rank() == 0:
+        model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
+    try:
+        step(model)
+    finally:
+        model.blocks[0].set_modules_to_forward_prefetch([])
+
+
+def reduce_alone(model: Any) -> None:
+    model.set_requires_gradient_sync(dist.get_rank() == 0)
+    try:
+        step(model)
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+BLOCK_1, BLOCK_2 = "{others} gather{s} blocks.1", "rank {last} gathers blocks.2."
+DIVERGENCES: dict[str, tuple[Callable[[], Any], Callable[[Any], None], tuple[str, ...]]] = {
+    "skipped": (skipping, partial(in_order, order=(0, 2)), (f"{BLOCK_1}, {BLOCK_2}",)),
+    "swapped": (skipping, partial(in_order, order=(0, 2, 1)), (f"{BLOCK_1}, {BLOCK_2}",)),
+    "a gather meets another": (
+        sharded,
+        one_forward_more,
+        ("rank 0 gathers (root), {rest} gather{s} blocks.2.",),
+    ),
+    "a gather meets a reduction": (
+        partial(sharded, reshard_after_forward=False),  # so that a backward reduces first
+        one_forward_more,
+        ("rank 0 gathers (root), {rest} reduce{s} blocks.2.",),
+    ),
+    "a forward raises": (
+        sharded,
+        bad_batch,
+        (
+            "rank {last} raised ValueError: bad batch, after its last collective: ",
+            "gathered blocks.1. Meanwhile ",
+        ),
+    ),
+    "a prefetch": (sharded, prefetch_alone, ("rank 0 gathers blocks.2, rank", "blocks.1.")),
+    "a reduction left out": (
+        sharded,
+        reduce_alone,
+        ("rank 0 reduces blocks.2, {rest} gather{s} blocks.0.",),
+    ),
+}
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("name", DIVERGENCES)
 @distributed(2, 4)
-def test_a_forward_that_raises_on_one_rank_ends_it_on_all_at_once() -> None:
-    model = sharded()
+def test_a_divergence_is_named_on_every_rank_and_all_go_on(name: str, world_size: int) -> None:
+    make, run, words = DIVERGENCES[name]
+    model, last = make(), world_size - 1
     wanted = step(model)
-    last = dist.get_world_size() - 1
-    guilty = dist.get_rank() == last
+    several = world_size > 2
+    named = {
+        "last": last,
+        "others": f"ranks 0-{last - 1}" if several else "rank 0",
+        "rest": f"ranks 1-{last}" if several else "rank 1",
+        "s": "" if several else "s",
+    }
     with debug_mode(timeout=AGES):
+        assert equal(step(model), wanted)
         for _ in range(2):  # twice, as the first must leave nothing behind
-            failure = raising(model.blocks[1], ValueError("bad batch"))
-            with failure if guilty else contextlib.nullcontext():
-                report = diverges(model, lambda: step(model), ValueError)
+            report = diverges(model, lambda: run(model), ValueError)
+            gradients(model)
             assert equal(step(model), wanted)
-    assert f"rank {last} raised ValueError: bad batch, after its last collective: " in report
-    assert "gathered blocks.1. Meanwhile " in report
+    for word in words:
+        assert word.format(**named) in report
 
 
 @distributed(2)
@@ -228,20 +275,6 @@ def test_a_backward_whose_error_is_handled_is_told_by_the_reset() -> None:
     assert "rank 0 raised ArithmeticError: overflow, after" in report
 
 
-@distributed(2, 4)
-def test_a_prefetch_that_one_rank_alone_was_told_to_do_is_named() -> None:
-    model = sharded()
-    wanted = step(model)
-    if dist.get_rank() == 0:
-        model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
-    with debug_mode(timeout=AGES):
-        report = diverges(model, lambda: step(model))
-        model.blocks[0].set_modules_to_forward_prefetch([])
-        assert equal(step(model), wanted)
-    assert "rank 0 gathers blocks.2, rank" in report
-    assert "blocks.1." in report
-
-
 @distributed(2)
 def test_a_rank_that_takes_one_step_less_is_named_after_the_timeout() -> None:
     model = sharded()
@@ -256,20 +289,6 @@ def test_a_rank_that_takes_one_step_less_is_named_after_the_timeout() -> None:
         for _ in range(steps if dist.get_rank() == 1 else 0):
             step(model)
         dist.barrier()
-
-
-@distributed(2)
-def test_reductions_that_only_one_rank_leaves_out_are_named() -> None:
-    model = sharded()
-
-    def run() -> None:
-        model.set_requires_gradient_sync(dist.get_rank() == 0)
-        step(model)
-
-    step(model)
-    with debug_mode(timeout=AGES):
-        report = diverges(model, run)
-    assert "rank 0 reduces blocks.2, rank 1 gathers blocks.0." in report
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -318,7 +337,9 @@ class _Own(DefaultAllGather):
 
 @pytest.mark.cross
 @distributed(2, 4)
-@pytest.mark.parametrize("kind", ["plain", "kept", "smaller", "own", "prefetched", "offloaded"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "kept", "smaller", "own", "prefetched", "offloaded", "hybrid"]
+)
 def test_a_run_without_errors_is_the_same_to_the_last_bit(kind: str) -> None:
     results = []
     for debug in (False, True):
@@ -328,6 +349,8 @@ def test_a_run_without_errors_is_the_same_to_the_last_bit(kind: str) -> None:
             kwargs["reshard_after_forward"] = False
         elif kind == "smaller":
             kwargs["reshard_after_forward"] = dist.get_world_size() // 2
+        elif kind == "hybrid":
+            kwargs["mesh"] = cpu_mesh((dist.get_world_size() // 2, 2), ("replicate", "shard"))
         elif kind == "offloaded":
             kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         model = sharded(**kwargs)
@@ -337,12 +360,6 @@ def test_a_run_without_errors_is_the_same_to_the_last_bit(kind: str) -> None:
             model.blocks[0].set_modules_to_forward_prefetch(list(model.blocks[1:]))
         results.append(_train(model, debug))
     assert equal(*results)
-
-
-@distributed(4)
-def test_a_hybrid_run_is_the_same_to_the_last_bit() -> None:
-    mesh = cpu_mesh((2, 2), ("replicate", "shard"))
-    assert equal(*(_train(sharded(mesh=mesh), debug) for debug in (False, True)))
 
 
 def _train(model: Any, debug: bool) -> list[torch.Tensor]:

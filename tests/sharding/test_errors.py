@@ -11,167 +11,306 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import EventLog, observe
-from fullshard.sharding import FSDPModule, fully_shard
+from fullshard.sharding import fully_shard
+from fullshard.sharding.base.states import LeaseKind, ShardedState
+from support.events.models import batch, make_inputs, make_net
+from support.events.recorder import (
+    Recorder,
+    Shard,
+    assert_all_returned,
+    assert_close_to,
+    averaged_gradients,
+    compare_with_torch,
+    full_gradients,
+    group_of,
+    ours,
+    record,
+)
 from support.modules import Assembled
 from support.ranks import distributed
-from support.surface.model import Net, batch, build, sharded, train
-from support.surface.ranks import assert_equal_state, everyone, full_parameters, never_gathered
+from support.surface.ranks import never_gathered
+
+RESHARD = pytest.mark.parametrize("reshard", [True, False, None])
 
 
 class Planned(Exception):
     """The error that these tests raise on purpose."""
 
 
-class _RaiseInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise Planned("backward")
+def fail(*_: object) -> None:
+    """A hook of the user that fails."""
+    raise Planned
 
 
-def _raises_in_backward(x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = _RaiseInBackward.apply(x)  # type: ignore[no-untyped-call]  # torch's
-    return result
+def fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    """A forward hook that makes the backward of its module fail."""
+    output.register_hook(fail)
 
 
-def _raise(*args: Any) -> None:
-    raise Planned("hook")
-
-
-def _raise_before(net: Net) -> torch.utils.hooks.RemovableHandle:
-    return net.head.register_forward_pre_hook(_raise)
-
-
-def _raise_after(net: Net) -> torch.utils.hooks.RemovableHandle:
-    return net.head.register_forward_hook(_raise)
-
-
-def _raise_in_block(net: Net) -> torch.utils.hooks.RemovableHandle:
-    block: Any = net.blocks[1]
-    return block.fc2.register_forward_pre_hook(_raise)
-
-
-def _raise_in_backward(net: Net) -> torch.utils.hooks.RemovableHandle:
-    block: Any = net.blocks[0]
-    return block.fc2.register_forward_pre_hook(lambda m, args: (_raises_in_backward(*args),))
-
-
-ERRORS: dict[str, Callable[[Net], torch.utils.hooks.RemovableHandle]] = {
-    "before the head": _raise_before,
-    "after the head": _raise_after,
-    "inside a block": _raise_in_block,
-    "in backward": _raise_in_backward,
+ERRORS: dict[str, Callable[[Any], torch.utils.hooks.RemovableHandle]] = {
+    "before a block": lambda net: net.blocks[1].register_forward_pre_hook(fail),
+    "inside a block": lambda net: net.blocks[1].up.register_forward_hook(fail),
+    "after the head": lambda net: net.head.register_forward_hook(fail),
+    "after the root": lambda net: net.register_forward_hook(fail),
+    "in backward": lambda net: net.blocks[1].register_forward_hook(fail_in_backward),
 }
+FORWARD_ERRORS = [where for where in ERRORS if where != "in backward"]
+
+
+def raise_one(net: Any, where: str) -> None:
+    """A step that raises at the place of this name."""
+    handle = ERRORS[where](net)
+    with pytest.raises(Planned):
+        net(batch(seed=7)).square().sum().backward()
+    handle.remove()
+
+
+def good_step(net: nn.Module) -> None:
+    """One whole step, from gradients that are None."""
+    net.zero_grad()
+    net(batch()).square().sum().backward()
+
+
+def assert_good_step(net: nn.Module) -> None:
+    """A step has the gradients of the unsharded model, and leaves nothing behind."""
+    good_step(net)
+    plain = make_net(None)
+    good_step(plain)
+    assert_close_to(full_gradients(net), averaged_gradients(plain))
+    assert_all_returned(net)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, seeds: list[int]) -> list[float]:
+    """The losses of steps on inputs that are the same on all ranks."""
+    losses = []
+    for seed in seeds:
+        optimizer.zero_grad()
+        loss = net(make_inputs(0, seed=seed)).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# -- what follows an error ------------------------------------------------------------------------
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("reshard", [True, False, None])
 @pytest.mark.parametrize("where", ERRORS)
+@RESHARD
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
-@distributed(2)
+@distributed(2, 4)
 def test_after_an_error_on_every_rank_and_reset_iter_state_training_goes_on_as_without_it(
-    where: str, reshard: bool | None, first: bool
+    first: bool, reshard: bool | None, where: str
 ) -> None:
-    reference, net = build(), sharded(build(), reshard_after_forward=reshard)
-    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=0.1) for model in (net, reference))
+    whole, net = make_net(None), make_net(ours, reshard_after_forward=reshard)
+    mine, theirs = (torch.optim.AdamW(model.parameters(), lr=0.1) for model in (net, whole))
     steps = [] if first else [0, 1]
-    assert train(net, ours, steps) == train(reference, theirs, steps)
-
-    handle = ERRORS[where](net)
-    with pytest.raises(Planned):
-        net(batch()).sum().backward()
-    handle.remove()
-    model: Any = net
-    model.reset_iter_state()
-
+    assert train(net, mine, steps) == train(whole, theirs, steps)
+    for model in (net, whole):
+        model.zero_grad()
+    raise_one(net, where)
+    net.reset_iter_state()
+    assert_all_returned(net)
     assert all(param.grad is None for param in net.parameters())
-    assert train(net, ours, [2, 3]) == train(reference, theirs, [2, 3])
-    assert_equal_state(full_parameters(net), full_parameters(reference))
+    assert train(net, mine, [2, 3]) == train(whole, theirs, [2, 3])
+    for sharded, plain in zip(net.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(sharded.full_tensor(), plain)
 
 
-@distributed(4)
-def test_after_an_error_and_reset_iter_state_four_ranks_go_on_too() -> None:
-    reference, net = build(), sharded(build())
-    handle = _raise_in_block(net)
+@pytest.mark.cross
+@pytest.mark.parametrize("where", FORWARD_ERRORS)
+@RESHARD
+@distributed(2)
+def test_a_good_step_follows_a_forward_that_raises_on_every_rank(
+    reshard: bool | None, where: str
+) -> None:
+    net = make_net(ours, reshard_after_forward=reshard)
+    good_step(net)
+    raise_one(net, where)
+    assert_good_step(net)
+
+
+def reset(net: Any, shard: Shard, reshard: bool | None) -> Any:
+    """``net`` after its reset; a new one stands in where torch has none (2.11)."""
+    if not hasattr(net, "reset_iter_state") and shard is not ours:
+        fresh = make_net(shard, reshard_after_forward=reshard)
+        good_step(fresh)
+        return fresh
+    net.reset_iter_state()
+    return net
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("where", ["inside a block", "in backward"])
+@RESHARD
+@distributed(2, 4)
+def test_reset_after_an_error_gives_torchs_next_step(reshard: bool | None, where: str) -> None:
+    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
+        net = make_net(shard, reshard_after_forward=reshard)
+        good_step(net)
+        raise_one(net, where)
+        net = reset(net, shard, reshard)
+        recorder = record(net)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # reset said that it was intended
+            good_step(net)
+        return net, recorder
+
+    mine, _ = compare_with_torch(scenario, gradients=where != "in backward")
+    plain = make_net(None)
+    good_step(plain)
+    assert_close_to(mine.gradients, averaged_gradients(plain))
+
+
+@distributed(2)
+def test_an_error_with_a_gather_in_flight_leaves_nothing_in_flight() -> None:
+    net = make_net(ours)
+    net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1], net.blocks[2]])
+    handle = net.blocks[0].up.register_forward_hook(fail)
     with pytest.raises(Planned):
-        net(batch())
+        net(batch(seed=7))
     handle.remove()
-    model: Any = net
-    model.reset_iter_state()
-    net(batch()).sum().backward()
-    reference(batch()).sum().backward()
-    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
-        grad: Any = ours.grad
-        torch.testing.assert_close(grad.full_tensor(), theirs.grad)
+    states = [group_of(block).state for block in net.blocks]
+    assert states == [ShardedState.SHARDED] * 3, "the end of the root's forward returns them"
+    assert_good_step(net)
+
+
+@distributed(2)
+def test_a_forward_that_raises_in_a_caught_branch_does_not_disturb_the_rest() -> None:
+    def tries(m: Any, x: torch.Tensor) -> torch.Tensor:
+        try:
+            m.inside.blocks[0](x[:, :3])  # of no fitting shape
+        except RuntimeError:
+            x = m.inside.blocks[1](x)
+        return m.inside.head(m.inside.blocks[0](x))
+
+    model, plain = (Assembled(tries, inside=make_net(None)) for _ in range(2))
+    for module in (*model.inside.blocks, model):
+        ours(module)
+    for _ in range(2):
+        good_step(model)
+    good_step(plain)
+    assert_close_to(full_gradients(model), averaged_gradients(plain))
+    assert_all_returned(model)
+
+
+@RESHARD
+@distributed(2)
+def test_a_backward_that_raises_returns_its_leases_at_the_next_root_forward_which_warns(
+    reshard: bool | None,
+) -> None:
+    net = make_net(ours, reshard_after_forward=reshard)
+    good_step(net)
+    raise_one(net, "in backward")
+    held = [group_of(net), group_of(net.blocks[2])]
+    assert any(group.leases.out for group in held), "the end-of-backward callback did not run"
+    with pytest.warns(RuntimeWarning, match=r"last backward did not finish.*reset_iter_state"):
+        assert_good_step(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_good_step(net)
+
+
+@distributed(2)
+def test_a_recomputation_is_no_root_forward_that_would_clean_up() -> None:
+    net, plain = make_net(ours), make_net(None)
+    good_step(net)
+    net.zero_grad()
+    output = checkpoint(net, batch(), use_reentrant=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output.square().sum().backward()
+    good_step(plain)
+    assert_close_to(full_gradients(net), averaged_gradients(plain))
+    assert_all_returned(net)
+
+
+class Broken(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise Planned
+
+
+def break_one_of_two(net: Any, x: torch.Tensor) -> None:
+    """Two forwards; the first one's backward raises below the last layer, the second's is whole."""
+    function: Any = Broken
+    broken = net[1](function.apply(net[0](x))).sum()
+    whole = net(x).square().sum()
+    with pytest.raises(Planned):
+        broken.backward()
+    whole.backward()
+
+
+@distributed(2)
+def test_a_backward_after_one_that_raised_still_puts_its_gradients_in_place() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    net = copy.deepcopy(plain)
+    for module in (*net, net):
+        fully_shard(module)
+    net(torch.ones(1, 3))  # makes net the root of its layers
+    x = torch.randn(dist.get_world_size(), 5, 3)[dist.get_rank()]
+    for model in (net, plain):
+        break_one_of_two(model, x)
+    assert_close_to(full_gradients(net), averaged_gradients(plain))
+
+
+# -- reset_iter_state() by itself -----------------------------------------------------------------
 
 
 @distributed(2)
 def test_reset_iter_state_drops_gradients_that_were_not_reduced() -> None:
-    reference, net = build(), sharded(build())
-    model: Any = net
-    model.set_requires_gradient_sync(False)
-    net(batch(7)).sum().backward()
-    model.set_requires_gradient_sync(True)
+    net = make_net(ours)
+    net.set_requires_gradient_sync(False)
+    net(batch(seed=7)).sum().backward()
+    net.set_requires_gradient_sync(True)
     with pytest.warns(RuntimeWarning, match=r"without communication, are dropped in .*'blocks\.0'"):
-        model.reset_iter_state()
-    net(batch()).sum().backward()
-    reference(batch()).sum().backward()
-    grad: Any = net.head.weight.grad
-    assert torch.equal(grad.full_tensor(), reference.head.weight.grad)
+        net.reset_iter_state()
+    assert_good_step(net)
 
 
 @distributed(2)
-def test_reset_iter_state_leaves_every_parameter_sharded() -> None:
-    net: Any = sharded(build(), reshard_after_forward=False)
+def test_reset_drops_the_users_lease_and_what_was_gathered_ahead() -> None:
+    net = make_net(ours, reshard_after_forward=False)
+    good_step(net)
     net(batch())
     net.blocks[0].unshard()
+    net.blocks[1].unshard(async_op=True)
+    assert group_of(net.blocks[0]).leases.count(LeaseKind.USER) == 1
     net.reset_iter_state()
-    for param in net.parameters():
-        assert hasattr(param, "placements")
+    assert_all_returned(net)
+    assert all(hasattr(param, "placements") for param in net.parameters())
+    assert_good_step(net)
 
 
 @distributed(2)
-def test_reset_iter_state_before_any_forward_does_nothing() -> None:
-    net: Any = sharded(build())
+def test_reset_is_for_the_root_only_and_does_nothing_before_the_first_forward() -> None:
+    net = make_net(ours)
     log = EventLog()
     with observe(log):
         net.reset_iter_state()
         net.blocks[0].reset_iter_state()
     assert never_gathered(log)
-    assert net(batch()).shape == (4, 3)
-
-
-@distributed(2)
-def test_reset_iter_state_on_a_module_that_is_not_the_root_is_an_error_that_names_it() -> None:
-    net: Any = sharded(build())
-    net(batch())
-    with pytest.raises(RuntimeError, match=r"reset_iter_state.*'blocks\.1'.*not the root"):
+    good_step(net)
+    with pytest.raises(RuntimeError, match=r"reset_iter_state.*'blocks\.1', which is not the root"):
         net.blocks[1].reset_iter_state()
     net.reset_iter_state()
+    assert_good_step(net)
 
 
-@distributed(2)
-def test_the_next_forward_warns_of_a_backward_that_raised_and_then_trains_well() -> None:
-    reference, net = build(), sharded(build())
-    handle = _raise_in_backward(net)
-    with pytest.raises(Planned):
-        net(batch()).sum().backward()
-    handle.remove()
-    with pytest.warns(RuntimeWarning, match="reset_iter_state"):
-        output = net(batch())
-    output.sum().backward()
-    reference(batch()).sum().backward()
-    grad: Any = net.stem.weight.grad
-    assert torch.equal(grad.full_tensor(), reference.stem.weight.grad)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        net(batch())
+# -- copies, and state dicts at the wrong moment --------------------------------------------------
 
 
 @pytest.mark.parametrize("save", [pickle.dumps, lambda each: torch.save(each, io.BytesIO())])
@@ -179,7 +318,7 @@ def test_the_next_forward_warns_of_a_backward_that_raised_and_then_trains_well()
 def test_pickling_a_sharded_module_is_refused_with_what_to_do_instead(
     save: Callable[[Any], object],
 ) -> None:
-    net = sharded(build())
+    net = make_net(ours)
     for each in (net, nn.Sequential(net), {"model": net}):
         with pytest.raises(TypeError, match=r"FSDPNet cannot be pickled.*full_state_dict\(model\)"):
             save(each)
@@ -188,7 +327,7 @@ def test_pickling_a_sharded_module_is_refused_with_what_to_do_instead(
 
 @distributed(2)
 def test_a_deep_copy_is_refused_with_what_to_do_instead() -> None:
-    net = sharded(build())
+    net = make_net(ours)
     with pytest.raises(TypeError, match=r"FSDPNet cannot be deep-copied.*state_dict"):
         copy.deepcopy(net)
     with pytest.raises(TypeError, match="FSDPBlock cannot be deep-copied"):
@@ -221,16 +360,3 @@ def test_a_state_dict_in_the_middle_of_forward_is_an_error_and_a_good_step_follo
     net.reset_iter_state()
     assert torch.equal(net(torch.ones(1, 4)), expected)
     assert list(net.state_dict()) == ["linear.weight", "linear.bias"]
-
-
-@distributed(2)
-def test_a_forward_that_raises_leaves_no_rank_out_of_step() -> None:
-    net: Any = sharded(build())
-    handle = _raise_in_block(net)
-    for _ in range(3):
-        with pytest.raises(Planned):
-            net(batch())
-        net.reset_iter_state()
-    handle.remove()
-    assert len(set(everyone(net(batch()).sum().item()))) == 1
-    assert isinstance(net, FSDPModule)

@@ -328,15 +328,6 @@ def test_torchs_own_gathers_and_reduces_alike(reshard: bool, async_op: bool) -> 
     assert sorted(mine.recorder.reductions) == sorted(theirs.recorder.reductions)
 
 
-@pytest.mark.skipif(not TORCH_FINALIZES, reason="torch's own has no finalize_backward before 2.15")
-@distributed(2)
-def test_torchs_own_raises_without_manual_finalization() -> None:
-    net: Any = make_net(torch_fsdp.fully_shard)
-    _backward(net, 0)
-    with pytest.raises(RuntimeError, match=r"set_manual_backward_finalization\(True\) before"):
-        net.finalize_backward()
-
-
 @distributed(2)
 def test_a_gather_in_flight_that_nobody_used_is_given_up() -> None:
     net = _by_hand(make_net(ours), synced=True)

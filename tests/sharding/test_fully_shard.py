@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.sharding import FSDPModule, fully_shard
 from support.ranks import cpu_mesh, distributed
-from support.surface.model import WIDTH, Block, Net, batch, build, sharded, train
-from support.surface.ranks import everyone, full_parameters
+from support.surface.model import Block, Net, batch, build, sharded
+from support.surface.ranks import everyone
 
 # -- classes --------------------------------------------------------------------------------------
 
@@ -99,25 +99,6 @@ def test_every_parameter_is_a_dtensor_cut_as_torch_chunk_cuts() -> None:
         assert torch.equal(param.full_tensor(), whole), name
 
 
-@distributed(2, 4)
-def test_uneven_and_empty_shards_have_the_local_shapes_that_they_must() -> None:
-    linear = fully_shard(nn.Linear(3, 5))
-    weight: Any = linear.weight
-    expected = {2: [3, 2], 4: [2, 2, 1, 0]}[dist.get_world_size()]
-    assert everyone(tuple(weight.to_local().shape)) == [(rows, 3) for rows in expected]
-
-
-@distributed(2)
-def test_a_parameter_without_elements_is_sharded_and_trains() -> None:
-    model = nn.Linear(3, 2)
-    model.register_parameter("none", nn.Parameter(torch.empty(0, 3)))
-    net: Any = fully_shard(model)
-    net(torch.ones(1, 3)).sum().backward()
-    assert net.none.shape == (0, 3)
-    assert net.none.to_local().shape == (0, 3)
-    assert net.weight.grad is not None
-
-
 @distributed(2)
 def test_the_shards_do_not_keep_the_full_memory_alive() -> None:
     net = sharded(build())
@@ -125,21 +106,6 @@ def test_the_shards_do_not_keep_the_full_memory_alive() -> None:
         assert isinstance(param, DTensor)
         local = param.to_local()
         assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
-
-
-@distributed(1, 2, 4)
-def test_another_dim_to_cut_along_is_taken_and_trains_the_same() -> None:
-    def columns(param: nn.Parameter) -> Shard | None:
-        return Shard(-1) if param.ndim == 2 else None
-
-    reference, net = build(), sharded(build(), shard_placement_fn=columns)
-    weight: Any = net.stem.weight
-    assert weight.placements == (Shard(1),)
-    assert weight.to_local().shape[0] == WIDTH
-    ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, reference))
-    torch.testing.assert_close(train(net, ours, range(3)), train(reference, theirs, range(3)))
-    for name, value in full_parameters(net).items():
-        torch.testing.assert_close(value, reference.get_parameter(name).detach())
 
 
 @distributed(2)
@@ -193,15 +159,6 @@ def test_requires_grad_is_kept_and_frozen_parameters_get_no_gradient() -> None:
 
 
 @distributed(2)
-def test_each_parameter_keeps_its_own_dtype() -> None:
-    net = build()
-    net.head.to(torch.bfloat16)
-    sharded(net)
-    assert net.head.weight.dtype is torch.bfloat16
-    assert net.stem.weight.dtype is torch.float32
-
-
-@distributed(2)
 def test_ignored_parameters_stay_exactly_what_they_were() -> None:
     net = build()
     block: Any = net.blocks[0]
@@ -227,23 +184,6 @@ def test_ignored_parameters_on_another_device_are_not_moved() -> None:
     net = fully_shard(model, ignored_params={later})
     assert net.later is later
     assert net(torch.ones(1, 3)).shape == (1, 3)
-
-
-@distributed(2)
-def test_buffers_stay_plain_and_whole_and_are_updated_in_place() -> None:
-    torch.manual_seed(0)
-    net, reference = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
-    reference.load_state_dict(net.state_dict())
-    fully_shard(net)
-    before = {name: id(buffer) for name, buffer in net.named_buffers()}
-    x = torch.randn(8, 4)
-    assert torch.equal(net(x), reference(x))
-    assert {name: id(buffer) for name, buffer in net.named_buffers()} == before
-    for (name, ours), (_, theirs) in zip(
-        net.named_buffers(), reference.named_buffers(), strict=True
-    ):
-        assert not isinstance(ours, DTensor)
-        assert torch.equal(ours, theirs), name
 
 
 @distributed(2)

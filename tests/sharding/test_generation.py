@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.sharding import unsharded
+from fullshard.sharding import FSDPModule, unsharded
 from support.events.models import batch, make_net
 from support.events.recorder import (
     Recorder,
     Shard,
+    against_torch,
     assert_close_to,
     averaged_gradients,
-    compare_with_torch,
     full_gradients,
     group_of,
     ours,
@@ -57,7 +57,7 @@ def assert_fresh(net: nn.Module, sharded: dict[str, Any]) -> None:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("how", ["unshard", "unshard async", "no_grad", "kept after backward"])
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "unshard", "unshard async", "kept"])
 @distributed(2)
 def test_what_stayed_unsharded_is_fresh_after_an_optimizer_step(how: str, optimizer: str) -> None:
     net = make_net(ours, reshard_after_forward=False)
@@ -68,8 +68,8 @@ def test_what_stayed_unsharded_is_fresh_after_an_optimizer_step(how: str, optimi
     if how.startswith("unshard"):
         for module in (net, *net.blocks):
             module.unshard(async_op=how.endswith("async"))
-    elif how == "no_grad":
-        with torch.no_grad():
+    elif how != "kept":
+        with getattr(torch, how)():
             net(batch())
     else:
         net.set_reshard_after_backward(False)
@@ -95,17 +95,6 @@ def test_what_was_gathered_by_hand_before_the_parameters_changed_is_gathered_onc
     recorder = record(net)
     net(batch())
     assert len(recorder.gathers) == 4
-
-
-@distributed(2)
-def test_loading_a_state_dict_is_a_change() -> None:
-    net = make_net(ours, reshard_after_forward=False)
-    sharded = sharded_parameters(net)
-    state = {name: value.clone().mul_(2) for name, value in net.state_dict().items()}
-    with torch.no_grad():
-        net(batch())
-    net.load_state_dict(state)
-    assert_fresh(net, sharded)
 
 
 @distributed(2)
@@ -208,9 +197,7 @@ def test_a_change_of_another_model_changes_nothing_here(change: str) -> None:
 def test_parameters_that_change_between_two_forwards_of_one_backward_do_as_under_torchs(
     change: str,
 ) -> None:
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = make_net(shard, reshard_after_forward=True)
-        recorder = record(net)
+    def run(net: Any, recorder: Recorder) -> None:
         loss = net(batch(seed=2)).square().sum()
         if change == "step":
             step(net.parameters())
@@ -218,31 +205,28 @@ def test_parameters_that_change_between_two_forwards_of_one_backward_do_as_under
             step(net.blocks[2].parameters())
         elif change == "state dict":
             net.load_state_dict({name: 2 * value for name, value in net.state_dict().items()})
-        elif shard is ours:
+        elif isinstance(net, FSDPModule):
             write_back(net) if change == "write-back" else net.parameters_changed()
             recorder.clear()
             recorder.calls += [f"gather {name}" for name in ("root", *BLOCKS)]
         (loss + net(batch(seed=3)).square().sum()).backward()
-        return net, recorder
 
-    compare_with_torch(scenario)
+    against_torch(run, reshard_after_forward=True)
 
 
 @distributed(2)
 def test_a_retained_graph_that_runs_again_beside_a_new_one_does_as_under_torchs() -> None:
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = make_net(shard)
+    def run(net: Any, recorder: Recorder) -> None:
         net.set_requires_gradient_sync(False)
-        if shard is ours:
+        if isinstance(net, FSDPModule):
             net.set_keep_unsynced_gradients(True)  # they are counted once, whichever comes first
         loss = net(batch(seed=2)).square().sum()
         loss.backward(retain_graph=True)
         net.set_requires_gradient_sync(True)
-        recorder = record(net)
+        recorder.clear()
         (loss + net(batch(seed=3)).square().sum()).backward()
-        return net, recorder
 
-    compare_with_torch(scenario)
+    against_torch(run)
 
 
 @distributed(2)
@@ -315,23 +299,16 @@ def test_a_step_between_forward_and_backward_does_not_pull_the_graph_away() -> N
 
 @distributed(2)
 def test_a_training_loop_that_evaluates_equals_torchs_that_reshards() -> None:
-    losses: list[list[float]] = []
-
-    def train(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = make_net(shard, reshard_after_forward=shard is not ours)
-        recorder = record(net)
+    def losses(shard: Shard) -> list[float]:
+        net, found = make_net(shard, reshard_after_forward=shard is not ours), []
         optim = torch.optim.AdamW(list(net.parameters()), lr=0.05)
-        losses.append([])
         for seed in range(4):
             optim.zero_grad()
             loss = net(batch(seed=seed)).square().mean()
             loss.backward()
             optim.step()
             with torch.no_grad():
-                losses[-1].append(net(batch(seed=99)).square().mean().item())
-        return net, recorder
+                found.append(net(batch(seed=99)).square().mean().item())
+        return found
 
-    train(shard_with_torch)
-    train(ours)
-    theirs, mine = losses
-    assert mine == pytest.approx(theirs, rel=1e-5)
+    assert losses(ours) == pytest.approx(losses(shard_with_torch), rel=1e-5)

@@ -28,7 +28,7 @@ from support.events.recorder import (
 )
 from support.gather_hooks import BFloat16Travel
 from support.modules import Assembled
-from support.ranks import cpu_mesh, distributed
+from support.ranks import cpu_mesh, distributed, run_on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -163,32 +163,48 @@ def test_it_gathers_no_more_and_no_less() -> None:
     assert counts[0] == counts[1]
 
 
-@distributed(2)
-def test_set_before_the_parameters_have_memory_it_holds_when_they_do() -> None:
+def _two() -> Any:
+    return nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+
+
+def _on_meta() -> Any:
+    """It is set before the parameters have memory."""
     with torch.device("meta"):
-        net: Any = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+        net = _two()
     for part in (*net, net):
         ours(part)
     net.set_keep_unsharded_storage(True)
     net.to_empty(device="cpu")
     for param in net.parameters():
         nn.init.ones_(param)
-    addresses = _Addresses(net)
-    for _ in range(3):
-        with _taken():
-            net(batch()).sum().backward()
-    assert addresses.moved == []
+    return net
 
 
-@distributed(4)
-def test_replicas_keep_their_storage_as_well() -> None:
-    net = make_net(lambda m: fully_shard(m, mesh=cpu_mesh((2, 2), ("replicas", "shards"))))
-    net.set_keep_unsharded_storage(True)
-    addresses = _Addresses(net)
-    for _ in range(3):
-        with _taken():
-            net(batch()).square().sum().backward()
-    assert addresses.moved == []
+def _replicas() -> Any:
+    return make_net(lambda m: fully_shard(m, mesh=cpu_mesh((2, 2), ("replicas", "shards"))))
+
+
+def _with_hooks() -> Any:
+    """Hooks make something of what was gathered."""
+    net = _two()
+    for part in net:
+        part.weight = nn.Parameter(BFloat16Travel(part.weight.detach()))
+        ours(part)
+    return ours(net)
+
+
+@pytest.mark.parametrize(("make", "ranks"), [(_on_meta, 2), (_replicas, 4), (_with_hooks, 2)])
+def test_these_stay_at_their_addresses_too(make: Callable[[], Any], ranks: int) -> None:
+    def body() -> list[str]:
+        net = make()
+        net.set_keep_unsharded_storage(True)
+        addresses = _Addresses(net)
+        for _ in range(3):
+            with _taken():
+                net(batch()).square().sum().backward()
+        return addresses.moved
+
+    assert run_on_ranks(body, ranks) == [[]] * ranks
 
 
 @distributed(2)
@@ -197,21 +213,6 @@ def test_ranks_that_disagree_raise_before_the_first_gather() -> None:
     net.set_keep_unsharded_storage(dist.get_rank() == 0)
     with pytest.raises(Exception, match="storage kept: True"):
         net(batch())
-
-
-@distributed(2)
-def test_what_hooks_make_of_what_was_gathered_stays_where_it_is() -> None:
-    net: Any = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
-    for part in net:
-        part.weight = nn.Parameter(BFloat16Travel(part.weight.detach()))
-        ours(part)
-    ours(net)
-    net.set_keep_unsharded_storage(True)
-    addresses = _Addresses(net)
-    for _ in range(3):
-        with _taken():
-            net(batch()).square().sum().backward()
-    assert addresses.moved == []
 
 
 # -- what autograd may read -----------------------------------------------------------------------

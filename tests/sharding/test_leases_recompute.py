@@ -11,21 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.sharding.base.states import LeaseKind, ShardedState
 from support.events.models import leaf_batch as batch
-from support.events.models import make_inputs, make_net
+from support.events.models import make_net
 from support.events.recorder import (
-    Outcome,
     Recorder,
     Shard,
+    against_torch,
     assert_all_returned,
     assert_close_to,
     averaged_gradients,
-    compare_with_torch,
     full_gradients,
     group_of,
     ours,
@@ -36,141 +34,95 @@ from support.ranks import distributed
 
 REENTRANT = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 RESHARD = pytest.mark.parametrize("reshard", [True, False, None])
-Run = Callable[[nn.Module, bool], None]
-
-
-def one_step(net: nn.Module, reentrant: bool) -> None:
-    """Forward and backward, each block as it was built."""
-    net(batch()).square().sum().backward()
-
-
-def whole_model(net: nn.Module, reentrant: bool) -> None:
-    """The whole model in one checkpoint."""
-    checkpoint(net, batch(), use_reentrant=reentrant).square().sum().backward()
-
-
-def two_forwards(net: nn.Module, reentrant: bool) -> None:
-    """Two forwards, then the backward of both."""
-    (net(batch(seed=1)).square().sum() + net(batch(seed=2)).sum()).backward()
-
-
-def against_torch_and_plain(run: Run, reentrant: bool, **arguments: Any) -> tuple[Outcome, Outcome]:
-    """The outcomes of ``run``, once their gathers and gradients were compared.
-
-    Over two steps, so that a lease that was left behind would show.
-    """
-    steps = 2
-
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = make_net(shard, **arguments)
-        recorder = record(net)
-        for _ in range(steps):
-            run(net, reentrant)
-        return net, recorder
-
-    outcomes = compare_with_torch(scenario)
-    plain = make_net(None, blocks=arguments.get("blocks", 3))
-    for _ in range(steps):
-        (one_step if run is whole_model else run)(plain, reentrant)
-    assert_close_to(outcomes[0].gradients, averaged_gradients(plain))
-    return outcomes
 
 
 # -- where the checkpoint is ----------------------------------------------------------------------
 
 
-@pytest.mark.cross
-@RESHARD
-@REENTRANT
-@distributed(2)
-def test_a_checkpoint_outside_a_sharded_block(reentrant: bool, reshard: bool | None) -> None:
-    mine, _ = against_torch_and_plain(
-        one_step, reentrant, outer=reentrant, reshard_after_forward=reshard
-    )
-    assert len(mine.recorder.reductions) == 8, "each group once per backward"
+def one_step(net: nn.Module) -> None:
+    """Forward and backward, each block as it was built."""
+    net(batch()).square().sum().backward()
+
+
+def two_forwards(net: nn.Module) -> None:
+    """Two forwards, then the backward of both."""
+    (net(batch(seed=1)).square().sum() + net(batch(seed=2)).sum()).backward()
+
+
+WHERE: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "around blocks": lambda reentrant: {"outer": reentrant},
+    "inside blocks": lambda reentrant: {"inner": reentrant},
+    "around nested modules": lambda reentrant: {"outer": reentrant, "nested": True, "blocks": 2},
+    "between nested modules": lambda reentrant: {"inner": reentrant, "nested": True, "blocks": 2},
+    "in a checkpoint": lambda reentrant: {"outer": reentrant, "inner": reentrant, "blocks": 2},
+    "around the model": lambda reentrant: {"blocks": 2},
+    "around a model of nested modules": lambda reentrant: {"nested": True, "blocks": 2},
+}
 
 
 @pytest.mark.cross
+@pytest.mark.parametrize("where", WHERE)
 @RESHARD
 @REENTRANT
-@distributed(2)
-def test_a_checkpoint_inside_a_sharded_block(reentrant: bool, reshard: bool | None) -> None:
-    mine, _ = against_torch_and_plain(
-        one_step, reentrant, inner=reentrant, reshard_after_forward=reshard
-    )
-    assert len(mine.recorder.reductions) == 8
-
-
-@pytest.mark.cross
-@RESHARD
-@REENTRANT
-@distributed(2)
-def test_nested_sharded_modules_inside_a_checkpointed_block(
-    reentrant: bool, reshard: bool | None
+@distributed(2, 4)
+def test_a_checkpoint_gathers_as_torchs_and_has_the_gradients_of_none(
+    reentrant: bool, reshard: bool | None, where: str
 ) -> None:
-    mine, _ = against_torch_and_plain(
-        one_step, reentrant, nested=True, outer=reentrant, reshard_after_forward=reshard, blocks=2
-    )
-    assert len(mine.recorder.reductions) == 10
+    """Over two steps, so that a lease that was left behind would show."""
+    options = WHERE[where](reentrant)
 
+    def run(net: nn.Module, recorder: Recorder) -> None:
+        for _ in range(2):
+            if where.startswith(("around the model", "around a model")):
+                checkpoint(net, batch(), use_reentrant=reentrant).square().sum().backward()
+            else:
+                one_step(net)
 
-@REENTRANT
-@distributed(2)
-def test_nested_sharded_modules_with_the_checkpoint_between_them(reentrant: bool) -> None:
-    against_torch_and_plain(one_step, reentrant, nested=True, inner=reentrant, blocks=2)
-
-
-@REENTRANT
-@distributed(2)
-def test_a_checkpoint_inside_a_checkpoint(reentrant: bool) -> None:
-    against_torch_and_plain(one_step, reentrant, outer=reentrant, inner=reentrant, blocks=2)
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("nested", [False, True])
-@RESHARD
-@REENTRANT
-@distributed(2)
-def test_a_checkpoint_of_the_whole_model(
-    reentrant: bool, reshard: bool | None, nested: bool
-) -> None:
-    against_torch_and_plain(
-        whole_model, reentrant, reshard_after_forward=reshard, nested=nested, blocks=2
-    )
-
-
-@pytest.mark.parametrize("nested", [False, True])
-@distributed(2)
-def test_two_forwards_then_the_backward_of_both(nested: bool) -> None:
-    # True for the root too: else torch gathers it once more, which ours holds for the first graph.
-    mine, _ = against_torch_and_plain(
-        two_forwards, False, outer=False, nested=nested, blocks=2, reshard_after_forward=True
-    )
+    mine, _ = against_torch(run, reshard_after_forward=reshard, **options)
     groups = len(set(mine.recorder.gathers))
     assert len(mine.recorder.reductions) == 2 * groups, "each group once per backward"
+    plain = make_net(None, blocks=options.get("blocks", 3))
+    for _ in range(2):
+        one_step(plain)
+    assert_close_to(mine.gradients, averaged_gradients(plain))
 
 
 @pytest.mark.parametrize("nested", [False, True])
+@REENTRANT
 @distributed(2)
-def test_two_reentrant_forwards_then_the_backward_of_both(nested: bool) -> None:
-    # No comparison with torch, which loses the gradient of one of the forwards.
-    net = make_net(ours, outer=True, nested=nested, blocks=2, reshard_after_forward=True)
-    recorder, plain = record(net), make_net(None, blocks=2)
+def test_two_forwards_then_the_backward_of_both(reentrant: bool, nested: bool) -> None:
+    # True for the root too: else torch gathers it once more, which ours holds for the first graph.
+    options: dict[str, Any] = {
+        "outer": reentrant,
+        "nested": nested,
+        "blocks": 2,
+        "reshard_after_forward": True,
+    }
+    if reentrant:  # no comparison with torch, which loses the gradient of one of the forwards
+        net = make_net(ours, **options)
+        recorder = record(net)
+        for _ in range(2):
+            two_forwards(net)
+        assert_all_returned(net)
+        gradients = full_gradients(net)
+        names = ["0.up", "0.down", "1.up", "1.down"] if nested else ["0", "1"]
+        forward, backward = (
+            ["root", *(f"blocks.{name}" for name in order)] for order in (names, reversed(names))
+        )
+        assert recorder.gathers == 2 * (2 * forward + 2 * backward)
+    else:
+
+        def run(net: Any, _: Any) -> None:
+            for _ in range(2):
+                two_forwards(net)
+
+        mine, _ = against_torch(run, **options)
+        gradients, groups = mine.gradients, len(set(mine.recorder.gathers))
+        assert len(mine.recorder.reductions) == 2 * groups, "each group once per backward"
+    plain = make_net(None, blocks=2)
     for _ in range(2):
-        two_forwards(net, True)
-        two_forwards(plain, True)
-    names = ["0.up", "0.down", "1.up", "1.down"] if nested else ["0", "1"]
-    forward = ["root", *(f"blocks.{name}" for name in names)]
-    backward = ["root", *(f"blocks.{name}" for name in reversed(names))]
-    assert recorder.gathers == 2 * (2 * forward + 2 * backward)
-    assert_close_to(full_gradients(net), averaged_gradients(plain))
-    assert_all_returned(net)
-
-
-@distributed(4)
-def test_four_ranks_agree_with_torch_too() -> None:
-    for reentrant in (False, True):
-        against_torch_and_plain(one_step, reentrant, outer=reentrant, blocks=2)
+        two_forwards(plain)
+    assert_close_to(gradients, averaged_gradients(plain))
 
 
 # -- the lease itself -----------------------------------------------------------------------------
@@ -196,40 +148,45 @@ def test_a_recomputation_hands_its_lease_to_the_backward_that_follows(reentrant:
     assert_all_returned(net)
 
 
+def make_two(shard: Shard, forward: Callable[..., Any]) -> Any:
+    """Two sharded layers in a sharded model whose forward is given; a number that counts."""
+    torch.manual_seed(0)
+    model = Assembled(forward, first=nn.Linear(8, 8), second=nn.Linear(8, 8), finished=0)
+    for module in (model.first, model.second, model):
+        shard(module)
+    return model
+
+
 @distributed(2)
 def test_a_recomputation_whose_output_needs_no_gradient_returns_its_lease() -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         def inside(x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(m.trained(torch.tanh(m.frozen(x))))
+            return torch.tanh(m.second(torch.tanh(m.first(x))))
 
         return checkpoint(inside, x, use_reentrant=False)
 
     seen: list[tuple[ShardedState, bool]] = []
 
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        torch.manual_seed(0)
-        model = Assembled(forward, frozen=nn.Linear(8, 8), trained=nn.Linear(8, 8))
-        model.frozen.requires_grad_(False)
-        for part in (model.frozen, model.trained):
-            shard(part)
-        shard(model)
+    def make(shard: Shard) -> nn.Module:
+        model = make_two(shard, forward)
+        model.first.requires_grad_(False)
         # itself, hence nothing: else torch's prefetch gathers the frozen one, which has no backward
-        model.trained.set_modules_to_backward_prefetch([model.trained])
-        recorder = record(model)
+        model.second.set_modules_to_backward_prefetch([model.second])
         if shard is ours:
-            frozen = group_of(model.frozen)
-            model.trained.register_forward_pre_hook(
+            frozen = group_of(model.first)
+            model.second.register_forward_pre_hook(
                 lambda *_: seen.append((frozen.state, bool(frozen.leases.out)))
             )
-        model(make_inputs(dist.get_rank())).sum().backward()
-        return model, recorder
+        return model
 
-    compare_with_torch(scenario)
+    against_torch(lambda model, _: model(batch().detach()).sum().backward(), make=make)
     assert seen == [(ShardedState.SHARDED, False)] * 2, "in forward and in the recomputation"
 
 
 @distributed(2)
 def test_a_recomputation_that_an_exception_stops_leaves_no_lease_behind() -> None:
+    finished = []
+
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         def inside(x: torch.Tensor) -> torch.Tensor:
             y = m.second(torch.tanh(m.first(x)))
@@ -238,22 +195,12 @@ def test_a_recomputation_that_an_exception_stops_leaves_no_lease_behind() -> Non
 
         return checkpoint(inside, x, use_reentrant=False)
 
-    models = []
-
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        torch.manual_seed(0)
-        layers = {name: nn.Linear(8, 8) for name in ("first", "second")}
-        model = Assembled(forward, **layers, finished=0)
-        for part in (model.first, model.second):
-            shard(part)
-        shard(model)
-        recorder = record(model)
-        models.append(model)
+    def run(model: Any, recorder: Recorder) -> None:
         model(batch()).sum().backward()
-        return model, recorder
+        finished.append(model.finished)
 
-    compare_with_torch(scenario)
-    assert [model.finished for model in models] == [1, 1], "the recomputation was cut short"
+    against_torch(run, make=make_two, forward=forward)
+    assert finished == [1, 1], "the recomputation was cut short"
 
 
 @REENTRANT
@@ -263,22 +210,14 @@ def test_a_recomputed_output_that_no_backward_uses_returns_at_the_end_of_backwar
 ) -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         def inside(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return torch.tanh(m.left(x)), torch.tanh(m.right(x))
+            return torch.tanh(m.first(x)), torch.tanh(m.second(x))
 
         return checkpoint(inside, x, use_reentrant=reentrant)[0]
 
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        torch.manual_seed(0)
-        model = Assembled(forward, left=nn.Linear(8, 8), right=nn.Linear(8, 8))
-        for part in (model.left, model.right):
-            shard(part)
-        shard(model)
-        recorder = record(model)
-        model(batch()).sum().backward()
-        return model, recorder
-
-    mine, _ = compare_with_torch(scenario)
-    gradient = mine.gradients["right.weight"]
+    mine, _ = against_torch(
+        lambda model, _: model(batch()).sum().backward(), make=make_two, forward=forward
+    )
+    gradient = mine.gradients["second.weight"]
     if reentrant:  # backward gives the unused output a gradient of zeros
         assert gradient is not None and not gradient.any()
     else:

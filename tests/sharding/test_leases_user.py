@@ -1,7 +1,4 @@
-"""DESIGN's leases that a user takes, and those of forwards without gradients.
-
-Each also compares with torch's own ``fully_shard`` in which order groups are gathered.
-"""
+"""DESIGN's leases that a user takes, and those of forwards without gradients."""
 
 from __future__ import annotations
 
@@ -18,15 +15,14 @@ from support.events.models import batch, make_net
 from support.events.recorder import (
     Recorder,
     Shard,
+    against_torch,
     assert_all_returned,
     assert_close_to,
-    compare_with_torch,
     full_gradients,
     gathered,
     group_of,
     ours,
     record,
-    shard_with_torch,
     unsharded,
 )
 from support.ranks import distributed
@@ -47,16 +43,15 @@ def plain(net: Any) -> list[str]:
 def test_a_step_ends_what_was_gathered_by_hand_as_torchs_does(
     how: str, reshard: bool | int | None
 ) -> None:
-    holds: dict[Shard, list[list[str]]] = {}
+    holds: list[list[list[str]]] = []  # of torch's, of ours
 
     def unshard(*modules: Any) -> None:
         handles = [module.unshard(async_op=how != "unshard") for module in modules]
         for handle in handles if how.endswith("waited for") else ():
             handle.wait()
 
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net, seen = make_net(shard, reshard_after_forward=reshard), holds.setdefault(shard, [])
-        recorder = record(net)
+    def run(net: Any, recorder: Recorder) -> None:
+        holds.append(seen := [])
         unshard(*net.blocks)
         loss = net(batch()).sum()  # finds the root
         seen.append(plain(net))
@@ -81,11 +76,10 @@ def test_a_step_ends_what_was_gathered_by_hand_as_torchs_does(
         assert isinstance(norm, DTensor)
         assert norm.full_tensor() > 1
         seen.append(plain(net))
-        return net, recorder
 
-    compare_with_torch(scenario)
-    assert holds[ours] == holds[shard_with_torch]
-    assert holds[ours][-1] == []
+    against_torch(run, reshard_after_forward=reshard)
+    assert holds[0] == holds[1]
+    assert holds[0][-1] == []
 
 
 @pytest.mark.parametrize("outer", [None, False, True])
@@ -93,27 +87,26 @@ def test_a_step_ends_what_was_gathered_by_hand_as_torchs_does(
 def test_a_step_that_gathers_by_hand_in_its_hooks_ends_it_as_torchs_does(
     outer: bool | None,
 ) -> None:
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = make_net(shard, outer=outer)
+    def run(net: Any, recorder: Recorder) -> None:
         first, second, _ = net.blocks
-        recorder = record(net)
         first.register_forward_pre_hook(lambda *_: second.unshard(async_op=True) and None)
         second.up.register_forward_hook(lambda *_: second.unshard())  # in use: nothing happens
         for _ in range(2):
             net(batch(requires_grad=True)).sum().backward()
             assert plain(net) == []
-        return net, recorder
 
-    compare_with_torch(scenario)
+    against_torch(run, outer=outer)
 
 
 @distributed(2)
 def test_a_backward_ends_what_was_gathered_by_hand_and_not_used() -> None:
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = make_net(shard)
+    def make(shard: Shard) -> nn.Module:
+        net: Any = make_net(shard)
         net.blocks.append(make_net(shard, blocks=1).blocks[0])
+        return net
+
+    def run(net: Any, recorder: Recorder) -> None:
         unused, outputs = net.blocks[1], []
-        recorder = record(net)
         net.run = lambda block, x: x if block is unused else block(x)
         net.blocks[0].register_forward_hook(lambda *args: outputs.append(args[-1]))
         for _ in range(2):
@@ -123,9 +116,8 @@ def test_a_backward_ends_what_was_gathered_by_hand_and_not_used() -> None:
             net.blocks[2].unshard()
             outputs[-1].sum().backward()
             assert plain(net) == []
-        return net, recorder
 
-    compare_with_torch(scenario)
+    against_torch(run, make=make)
 
 
 @distributed(2)
@@ -183,12 +175,10 @@ def test_reshard_in_the_middle_of_a_forward_waits_for_its_end() -> None:
 @pytest.mark.parametrize("waits", ["never", "before forward", "after forward"])
 @distributed(2)
 def test_an_asynchronous_unshard_is_the_forwards_own_gather(waits: str) -> None:
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = make_net(shard)
+    def run(net: Any, recorder: Recorder) -> None:
         net(batch())
-        if shard is not ours:
-            net.reshard()
-        recorder = record(net)
+        net.reshard()  # torch keeps what only the root holds
+        recorder.clear()
         handle = net.blocks[1].unshard(async_op=True)
         assert recorder.calls == ["gather blocks.1"], "nobody waited for it"
         if waits == "before forward":
@@ -199,9 +189,8 @@ def test_an_asynchronous_unshard_is_the_forwards_own_gather(waits: str) -> None:
             handle.wait()
         net.blocks[1].reshard()
         output.sum().backward()
-        return net, recorder
 
-    mine, _ = compare_with_torch(scenario)
+    mine, _ = against_torch(run)
     assert mine.recorder.gathers == gathered("1 root 0 2 2 1 0")
 
 
@@ -216,25 +205,6 @@ def test_an_asynchronous_unshard_that_nobody_waits_for_can_be_resharded() -> Non
 
 
 # -- gradients off --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reshard", [True, False, None])
-@distributed(2)
-def test_forwards_without_gradients_gather_as_torch_does(reshard: bool | None) -> None:
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = make_net(shard, reshard_after_forward=reshard)
-        recorder = record(net)
-        with torch.no_grad():
-            for _ in range(3):
-                net(batch())
-        net(batch()).sum().backward()
-        return net, recorder
-
-    mine, _ = compare_with_torch(scenario)
-    evaluation = {True: "root 0 1 2 " * 3, False: "root 0 1 2", None: "root" + " 0 1 2" * 3}
-    training = {True: "root 0 1 2 2 1 0 root", False: "", None: "0 1 2 2 1 0"}
-    if reshard is not True:
-        assert mine.recorder.gathers == gathered(f"{evaluation[reshard]} {training[reshard]}")
 
 
 @distributed(2)

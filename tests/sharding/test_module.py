@@ -110,31 +110,6 @@ def test_unshard_puts_the_full_values_of_its_own_group_only() -> None:
 
 
 @distributed(2)
-def test_an_asynchronous_unshard_is_done_once_its_handle_was_waited_on() -> None:
-    net: Any = sharded(build())
-    handle = net.blocks[0].unshard(async_op=True)
-    assert isinstance(handle, UnshardHandle)
-    handle.wait()
-    handle.wait()
-    assert torch.equal(net.blocks[0].fc1.weight, build().blocks[0].fc1.weight)  # type: ignore[union-attr, arg-type]  # a Linear
-    net.blocks[0].reshard()
-
-
-@distributed(2)
-def test_forward_waits_for_an_asynchronous_unshard_by_itself() -> None:
-    net: Any = sharded(build())
-    net(batch())  # names the root first
-    net.reshard()
-    log = EventLog()
-    with observe(log):
-        net.blocks[0].unshard(async_op=True)
-        output = net(batch())
-    assert torch.equal(output, build()(batch()))
-    assert log.named(EventKind.UNSHARD).count("blocks.0") == 1
-    net.blocks[0].reshard()
-
-
-@distributed(2)
 def test_an_unshard_handle_without_a_module_has_nothing_to_wait_for() -> None:
     UnshardHandle().wait()
 
@@ -233,26 +208,3 @@ def test_roots_that_share_their_streams_train_as_without_sharing() -> None:
 @distributed(2)
 def test_sharing_an_empty_list_does_nothing() -> None:
     share_comm_ctx([])
-
-
-# -- parameters changed by other means ------------------------------------------------------------
-
-
-@distributed(2)
-def test_parameters_changed_makes_a_kept_copy_fresh() -> None:
-    net: Any = sharded(build(), reshard_after_forward=False)
-    shards = list(net.parameters())
-    with torch.no_grad():
-        stale = net(batch())
-        assert not isinstance(net.stem.weight, DTensor)  # left unsharded, as in torch
-        for shard in shards:
-            shard.to_local().mul_(2)
-        net.parameters_changed()
-        fresh = net(batch())
-    reference = build()
-    with torch.no_grad():
-        for param in reference.parameters():
-            param.mul_(2)
-        expected = reference(batch())
-    assert torch.equal(fresh, expected)
-    assert not torch.equal(fresh, stale)

@@ -11,6 +11,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -198,51 +199,52 @@ def test_a_step_that_raises_leaves_parameters_and_optimizer_and_the_next_one_is_
     _assert_same(model, home)
 
 
-@distributed(2)
-def test_the_users_hooks_see_gradients_before_and_parameters_after_the_step() -> None:
-    model, home, _ = _pair()
-    seen: list[dict[str, torch.Tensor | None]] = []
-    optimizers = []
-    for each in (model, home):
-        optimizer = OPTIMIZERS["sgd"](each.parameters())
-
-        def halve(
-            stepping: torch.optim.Optimizer, args: Any, kwargs: Any, whole: nn.Module = each
-        ) -> None:
-            for param in whole.parameters():
-                assert param.grad is not None
-                param.grad.mul_(0.5)
-
-        def note(
-            stepping: torch.optim.Optimizer, args: Any, kwargs: Any, whole: nn.Module = each
-        ) -> None:
-            seen.append(parameters_of(whole))
-
-        optimizer.register_step_pre_hook(halve)
-        optimizer.register_step_post_hook(note)
-        optimizers.append(optimizer)
-    for optimizer, each in zip(optimizers, (model, home), strict=True):
-        _steps(each, optimizer)
-    for mine, expected in zip(seen[:3], seen[3:], strict=True):
-        assert_equal(mine, expected, EXACT, "what a post-hook sees")
-    _assert_same(model, home)
+# -- programs that see no difference --------------------------------------------------------------
 
 
-@distributed(2)
-def test_a_hook_registered_after_the_first_step_counts_too() -> None:
-    model, home, _ = _pair()
-    for each in (model, home):
-        optimizer = OPTIMIZERS["sgd"](each.parameters())
-        _steps(each, optimizer, steps=range(1))
+class _Twice(torch.optim.Optimizer):
+    """Wraps an optimizer, whose groups it shares, and changes parameters before and after it."""
 
-        def drop(
-            stepping: torch.optim.Optimizer, args: Any, kwargs: Any, whole: nn.Module = each
-        ) -> None:
-            next(whole.parameters()).grad = None
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        self.param_groups = inner.param_groups
 
-        optimizer.register_step_pre_hook(drop)
-        _steps(each, optimizer)
-    _assert_same(model, home)
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.mul_(0.9)
+        self.inner.step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.add_(0.01 * param.grad)
+
+
+def _hooked(model: nn.Module) -> list[Any]:
+    """Hooks see gradients before and parameters after the step."""
+    optimizer, seen = OPTIMIZERS["sgd"](model.parameters()), []
+
+    def halve(*_: Any) -> None:
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(0.5)
+
+    optimizer.register_step_pre_hook(halve)
+    optimizer.register_step_post_hook(lambda *_: seen.append(parameters_of(model)))
+    _steps(model, optimizer)
+    return seen
+
+
+def _hooked_later(model: nn.Module) -> None:
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    _steps(model, optimizer, steps=range(1))
+
+    def drop(*_: Any) -> None:
+        next(model.parameters()).grad = None
+
+    optimizer.register_step_pre_hook(drop)
+    _steps(model, optimizer)
 
 
 def _with_closure(model: nn.Module) -> None:
@@ -260,12 +262,76 @@ def _with_closure(model: nn.Module) -> None:
     optimizer.step(closure=closure)
 
 
+def _changing_closure(model: nn.Module, kind: Any = torch.optim.SGD) -> None:
+    """A closure changes the rate, the state and a parameter."""
+    optimizer = kind(model.parameters(), momentum=0.9)
+    _steps(model, optimizer)
+
+    def closure() -> torch.Tensor:
+        optimizer.param_groups[0]["lr"] = 0.5
+        for state in optimizer.state.values():
+            state["momentum_buffer"] = torch.zeros_like(state["momentum_buffer"])
+        next(model.parameters()).data.mul_(0.5)
+        loss = _loss(model, 3)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.zero_grad()
+    _steps(model, optimizer)
+    assert optimizer.param_groups[0].get("count", 7) == 7
+
+
+def _scheduled_and_scaled(model: nn.Module) -> None:
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        scaler.scale(_loss(model, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert optimizer.param_groups[0]["lr"] == 0.1 / 8
+
+
+def _beside_a_plain_parameter(model: nn.Module) -> list[Any]:
+    extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = OPTIMIZERS["sgd"]([*model.parameters(), extra])
+    for step in range(2):
+        (_loss(model, step) + extra.square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(extra, torch.ones(3, dtype=torch.float64))
+    return [{"extra": extra.detach()}]
+
+
+PROGRAMS: dict[str, Callable[[nn.Module], Any]] = {
+    "hooks": _hooked,
+    "a hook registered after the first step": _hooked_later,
+    "a closure that runs several times": _with_closure,
+    "a closure that changes things": _changing_closure,
+    "a closure of an optimizer of one's own": partial(_changing_closure, kind=_Steps),
+    "a scheduler and a scaler": _scheduled_and_scaled,
+    "an optimizer around another": lambda model: _steps(
+        model, _Twice(OPTIMIZERS["adamw"](model.parameters()))
+    ),
+    "a plain parameter": _beside_a_plain_parameter,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 @distributed(2)
-def test_a_closure_computes_on_the_parameters_and_its_gradients_are_stepped() -> None:
+def test_a_program_leaves_the_same_elsewhere_as_at_home(program: str) -> None:
     model, home, _ = _pair()
-    for each in (model, home):
-        _with_closure(each)
+    mine, expected = PROGRAMS[program](model), PROGRAMS[program](home)
     _assert_same(model, home)
+    assert type(mine) is type(expected)
+    for left, right in zip(mine or [], expected or [], strict=True):
+        if isinstance(left, float):
+            assert left == right
+        else:
+            assert_equal(left, right, EXACT, "what the program saw")
 
 
 @distributed(2)
@@ -277,23 +343,6 @@ def test_a_closure_never_computes_on_a_copy_from_before_the_last_change() -> Non
     for each in (kept, home):
         _with_closure(each)
     _assert_same(kept, home)
-
-
-@distributed(2)
-def test_schedulers_and_scalers_drive_a_step_elsewhere_as_any_other() -> None:
-    model, home, _ = _pair()
-    for each in (model, home):
-        optimizer = OPTIMIZERS["adamw"](each.parameters())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for step in range(3):
-            scaler.scale(_loss(each, step)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            scheduler.step()
-            optimizer.zero_grad()
-        assert optimizer.param_groups[0]["lr"] == 0.1 / 8
-    _assert_same(model, home)
 
 
 @pytest.mark.parametrize("before_the_first_step", [True, False])
@@ -320,48 +369,6 @@ def test_a_loaded_state_is_brought_to_where_steps_are(before_the_first_step: boo
         assert not hasattr(mine.state[param]["step"], "is_elsewhere")  # torch keeps it on the host
 
 
-class _Twice(torch.optim.Optimizer):
-    """Wraps an optimizer, whose groups it shares, and changes parameters before and after it."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-        self.param_groups = inner.param_groups
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.mul_(0.9)
-        self.inner.step()
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.add_(0.01 * param.grad)
-
-
-@distributed(2)
-def test_an_optimizer_that_wraps_another_steps_the_same_elsewhere() -> None:
-    model, home, _ = _pair()
-    for each in (model, home):
-        _steps(each, _Twice(OPTIMIZERS["adamw"](each.parameters())))
-    _assert_same(model, home)
-
-
-@distributed(2)
-def test_parameters_that_are_not_sharded_are_stepped_where_they_are() -> None:
-    model, home, _ = _pair()
-    extras = [nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2)]
-    for each, extra in zip((model, home), extras, strict=True):
-        optimizer = OPTIMIZERS["sgd"]([*each.parameters(), extra])
-        for step in range(2):
-            (_loss(each, step) + extra.square().sum()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    _assert_same(model, home)
-    assert torch.equal(extras[0], extras[1])
-    assert not torch.equal(extras[0], torch.ones(3, dtype=torch.float64))
-
-
 @distributed(2)
 def test_nothing_of_a_step_outlives_it_and_an_optimizer_can_die() -> None:
     model, _, _ = _pair()
@@ -374,27 +381,3 @@ def test_nothing_of_a_step_outlives_it_and_an_optimizer_can_die() -> None:
     del optimizer
     gc.collect()
     assert dies() is None
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, _Steps])
-@distributed(2)
-def test_what_a_closure_changes_counts_elsewhere_too(kind: Any) -> None:
-    model, home, _ = _pair()
-    for each in (model, home):
-        optimizer = kind(each.parameters(), momentum=0.9)
-        _steps(each, optimizer)
-
-        def closure(whole: nn.Module = each, stepped: Any = optimizer) -> torch.Tensor:
-            stepped.param_groups[0]["lr"] = 0.5
-            for state in stepped.state.values():
-                state["momentum_buffer"] = torch.zeros_like(state["momentum_buffer"])
-            next(whole.parameters()).data.mul_(0.5)
-            loss = _loss(whole, 3)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        optimizer.zero_grad()
-        _steps(each, optimizer)
-        assert optimizer.param_groups[0].get("count", 7) == 7
-    _assert_same(model, home)

@@ -17,8 +17,8 @@ from support.events.models import batch, make_net
 from support.events.recorder import (
     Recorder,
     Shard,
+    against_torch,
     assert_all_returned,
-    compare_with_torch,
     group_of,
     ours,
     record,
@@ -41,50 +41,6 @@ def brief(recorder: Recorder) -> str:
     )
 
 
-# -- lists ----------------------------------------------------------------------------------------
-
-
-@distributed(2, 4)
-def test_forward_gathers_the_modules_of_an_explicit_list_in_its_order() -> None:
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = make_net(shard)
-        net.set_modules_to_forward_prefetch([net.blocks[1], net.blocks[0]])
-        net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1], net.blocks[2]])
-        recorder = record(net)
-        step(net)
-        return net, recorder
-
-    mine, _ = compare_with_torch(scenario)
-    assert mine.recorder.gathers[:4] == ["root", "blocks.1", "blocks.0", "blocks.2"]
-
-
-@distributed(2, 4)
-def test_backward_gathers_the_modules_of_an_explicit_list_instead_of_the_default() -> None:
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = make_net(shard)
-        net.set_modules_to_backward_prefetch([net.blocks[1], net.blocks[2]])
-        net.blocks[2].set_modules_to_backward_prefetch([net.blocks[0]])
-        recorder = record(net)
-        step(net)
-        return net, recorder
-
-    mine, _ = compare_with_torch(scenario)
-    assert mine.recorder.gathers[-3:] == ["blocks.1", "blocks.2", "blocks.0"]
-
-
-@distributed(2)
-def test_a_list_replaces_the_policy_of_its_module_only() -> None:
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = make_net(shard)
-        net.blocks[2].set_modules_to_backward_prefetch([net.blocks[0]])
-        recorder = record(net)
-        step(net)
-        return net, recorder
-
-    mine, _ = compare_with_torch(scenario)
-    assert mine.recorder.gathers[-3:] == ["blocks.2", "blocks.0", "blocks.1"]
-
-
 # -- policies -------------------------------------------------------------------------------------
 
 
@@ -103,18 +59,16 @@ def set_depth(net: Any, depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @distributed(2)
 def test_a_depth_policy_gathers_as_torchs_lists_of_that_depth(depth: int) -> None:
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
+    def make(shard: Shard) -> nn.Module:
         policy = DepthPrefetch(forward=depth, backward=depth)
         own: dict[str, Any] = {"prefetch_policy": policy} if shard is ours else {}
-        net = make_net(shard, **own)
+        net: nn.Module = make_net(shard, **own)
         step(net)  # the policy learns the order of forward
         if shard is not ours:
             set_depth(net, depth)
-        recorder = record(net)
-        step(net)
-        return net, recorder
+        return net
 
-    compare_with_torch(scenario)
+    against_torch(lambda net, _: step(net), make=make)
 
 
 @distributed(2)
@@ -270,10 +224,8 @@ def test_what_was_gathered_ahead_serves_the_next_micro_batch_unless_this_was_the
 ) -> None:
     """The list is of torch's API, and the answer torch's: an unused gather waits for its use."""
 
-    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
-        net = make_net(shard)
+    def run(net: Any, recorder: Recorder) -> None:
         net.blocks[0].set_modules_to_backward_prefetch([net.blocks[2]])
-        recorder = record(net)
         net.set_is_last_backward(last)
         net.set_requires_gradient_sync(sync)
         step(net)
@@ -282,9 +234,8 @@ def test_what_was_gathered_ahead_serves_the_next_micro_batch_unless_this_was_the
         net.set_requires_gradient_sync(True)
         net.blocks[0].set_modules_to_backward_prefetch([])
         step(net)
-        return net, recorder
 
-    mine, _ = compare_with_torch(scenario)
+    mine, _ = against_torch(run)
     assert mine.recorder.gathers.count("blocks.2") == (2 if last else 1)
 
 

@@ -127,29 +127,6 @@ def test_sharded_gradients_of_micro_batches_before_an_error_survive_it(waits: bo
     _assert_gradients_of(net, plain, 0, 1, 2)
 
 
-@distributed(2)
-def test_a_backward_that_raised_leaves_nothing_of_its_own() -> None:
-    net, plain = _stack()
-    _fail(net)
-    net.reset_iter_state()
-    assert all(param.grad is None for param in net.parameters())
-    _backward(net, 0)
-    _assert_gradients_of(net, plain, 0)
-
-
-@distributed(2)
-def test_gradients_accumulated_without_communication_are_dropped_loudly() -> None:
-    net, plain = _stack()
-    net.set_requires_gradient_sync(False)
-    _backward(net, 0)
-    _fail(net)
-    with pytest.warns(RuntimeWarning, match=r"without communication, are dropped.*'layers\.2'"):
-        net.reset_iter_state()
-    net.set_requires_gradient_sync(True)
-    _backward(net, 1)
-    _assert_gradients_of(net, plain, 1)
-
-
 @pytest.mark.parametrize("fails_synchronised", [True, False])
 @distributed(2)
 def test_unless_the_user_asked_to_keep_them(fails_synchronised: bool) -> None:

@@ -11,6 +11,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -68,10 +69,6 @@ def _model() -> Any:
 
 def _subclass(kind: type[optim.Optimizer]) -> type[Any]:
     return type("Mine", (kind,), {})
-
-
-def _with_subclass(kind: type[optim.Optimizer]) -> tuple[type[Any], type[Any]]:
-    return kind, _subclass(kind)
 
 
 def _backward(model: nn.Module, step: int) -> torch.Tensor:
@@ -241,18 +238,6 @@ def _no_gradient_for_the_gain(optimizer: optim.Optimizer, args: Any, kwargs: Any
     optimizer.param_groups[0]["params"][0].grad = None
 
 
-@pytest.mark.parametrize("hook", [_slower, _no_gradient_for_the_gain])
-@distributed(2)
-def test_what_a_users_hook_changes_before_the_step_counts(hook: Callable[..., None]) -> None:
-    one, other = _model(), _model()
-    ours, theirs = optim.AdamW(one.parameters()), _subclass(optim.AdamW)(other.parameters())
-    for model, optimizer in ((one, ours), (other, theirs)):
-        _train(model, optimizer, range(1))
-        optimizer.register_step_pre_hook(hook)
-        _train(model, optimizer, range(1, 3))
-    _assert_same(one, other, ours, theirs)
-
-
 def _replace_values(optimizer: optim.Optimizer) -> None:
     for values in optimizer.state.values():
         values["exp_avg"] = torch.zeros_like(values["exp_avg"])
@@ -287,28 +272,96 @@ def _other_group(optimizer: optim.Optimizer) -> None:
     other.insert(0, one.pop())
 
 
-CHANGES = [
+# -- programs, on plain shards and on DTensors ----------------------------------------------------
+
+
+def _changed(model: Any, kind: Any, change: Callable[..., None]) -> Any:
+    """A user changes things between two steps."""
+    params = list(model.parameters())
+    optimizer = kind([{"params": params[:2]}, {"params": params[2:], "lr": 0.1}])
+    _train(model, optimizer)
+    change(optimizer)
+    _train(model, optimizer, range(3, 6))
+    return optimizer
+
+
+def _hooked(model: Any, kind: Any, hook: Callable[..., None]) -> Any:
+    """A user's hook changes things before the step."""
+    optimizer = kind(model.parameters())
+    _train(model, optimizer, range(1))
+    optimizer.register_step_pre_hook(hook)
+    _train(model, optimizer, range(1, 3))
+    return optimizer
+
+
+def _scheduled(model: Any, kind: Any) -> Any:
+    """With a scheduler, and a group that is added later."""
+    optimizer = kind(model.body.parameters(), lr=0.1)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": [model.gain], "lr": 0.01})
+        _backward(model, step)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def _closed(model: Any, kind: Any) -> Any:
+    """A closure computes the gradients."""
+    optimizer = kind(model.parameters())
+
+    def closure(step: int) -> float:
+        optimizer.zero_grad()
+        return _backward(model, step).item()
+
+    for step in range(3):
+        assert optimizer.step(partial(closure, step)) is not None
+    return optimizer
+
+
+def _closed_and_changed(model: Any, kind: Any) -> Any:
+    """A closure changes the rate and the state."""
+    optimizer = kind(model.parameters())
+    _train(model, optimizer)
+
+    def closure() -> torch.Tensor:
+        optimizer.param_groups[0]["lr"] = 0.5
+        _forget_one(optimizer)
+        return _backward(model, 3)
+
+    optimizer.step(closure)
+    optimizer.zero_grad()
+    _train(model, optimizer, range(4, 6))
+    return optimizer
+
+
+CHANGES = (
     _replace_values,
     _replace_dicts,
     _forget_one,
     _forget_all,
     _exchange_names,
     _other_group,
-]
+)
+PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
+    **{each.__name__: partial(_changed, change=each) for each in CHANGES},
+    "a hook sets the rate": partial(_hooked, hook=_slower),
+    "a hook drops a gradient": partial(_hooked, hook=_no_gradient_for_the_gain),
+    "a scheduler and another group": _scheduled,
+    "a closure": _closed,
+    "a closure that changes things": _closed_and_changed,
+}
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("program", PROGRAMS)
 @distributed(2)
-def test_what_a_user_changes_between_steps_counts(change: Callable[..., None]) -> None:
-    models, optimizers = [_model(), _model()], []
-    for model, kind in zip(models, _with_subclass(optim.AdamW), strict=True):
-        params = list(model.parameters())
-        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.1}]
-        optimizers.append(kind(groups))
-        _train(model, optimizers[-1])
-        change(optimizers[-1])
-        _train(model, optimizers[-1], range(3, 6))
-    _assert_same(*models, *optimizers)
+def test_a_program_leaves_the_same_on_plain_shards_and_on_dtensors(program: str) -> None:
+    one, other = _model(), _model()
+    ours = PROGRAMS[program](one, optim.AdamW)
+    theirs = PROGRAMS[program](other, _subclass(optim.AdamW))
+    _assert_same(one, other, ours, theirs)
 
 
 @distributed(2)
@@ -352,46 +405,6 @@ def test_a_users_hook_after_the_step_sees_its_result() -> None:
 
 
 @distributed(2)
-def test_a_scheduler_and_a_group_that_is_added_later() -> None:
-    found = []
-    for kind in _with_subclass(optim.SGD):
-        model = _model()
-        optimizer = kind(model.body.parameters(), lr=0.1, momentum=0.9)
-        scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-        for step in range(4):
-            if step == 2:
-                optimizer.add_param_group({"params": [model.gain], "lr": 0.01})
-            _backward(model, step)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        found.append(parameters_of(model))
-    assert_equal(found[0], found[1], EXACT, "parameters")
-
-
-def _closed_step(model: nn.Module, optimizer: optim.Optimizer, step: int) -> float:
-    def closure() -> float:
-        optimizer.zero_grad()
-        return _backward(model, step).item()
-
-    loss = optimizer.step(closure)
-    assert loss is not None
-    return loss
-
-
-@distributed(2)
-def test_a_closure_computes_the_gradients_that_are_stepped() -> None:
-    found = []
-    for kind in _with_subclass(optim.AdamW):
-        model = _model()
-        optimizer = kind(model.parameters())
-        losses = [_closed_step(model, optimizer, step) for step in range(3)]
-        found.append((losses, parameters_of(model)))
-    assert found[0][0] == found[1][0]
-    assert_equal(found[0][1], found[1][1], EXACT, "parameters")
-
-
-@distributed(2)
 def test_a_gradient_that_a_closure_cuts_otherwise_is_refused_by_name() -> None:
     model = _model()
     optimizer = optim.SGD(model.parameters(), lr=1.0)
@@ -406,25 +419,6 @@ def test_a_gradient_that_a_closure_cuts_otherwise_is_refused_by_name() -> None:
     with pytest.raises(RuntimeError, match=says("closure", "SGD.step()", "placements")):
         optimizer.step(closure)
     assert_equal(parameters_of(model), before, EXACT, "nothing was stepped")
-
-
-@distributed(2)
-def test_what_a_closure_changes_counts() -> None:
-    models, optimizers = [_model(), _model()], []
-    for model, kind in zip(models, _with_subclass(optim.AdamW), strict=True):
-        optimizer = kind(model.parameters())
-        optimizers.append(optimizer)
-        _train(model, optimizer)
-
-        def closure(model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
-            optimizer.param_groups[0]["lr"] = 0.5
-            _forget_one(optimizer)
-            return _backward(model, 3)
-
-        optimizer.step(closure)
-        optimizer.zero_grad()
-        _train(model, optimizer, range(4, 6))
-    _assert_same(*models, *optimizers)
 
 
 @distributed(2)

@@ -55,15 +55,6 @@ def test_a_state_dict_is_sharded_after_a_forward_that_left_parameters_unsharded(
 
 
 @distributed(2)
-def test_the_state_dict_of_an_unsharded_group_is_sharded() -> None:
-    net: Any = sharded(build())
-    net.blocks[0].unshard()
-    state = net.state_dict()
-    assert_equal_state(state, build().state_dict())
-    assert isinstance(state["blocks.0.fc1.weight"], DTensor)
-
-
-@distributed(2)
 def test_the_state_dict_of_a_submodule_is_sharded_too() -> None:
     net: Any = sharded(build(), reshard_after_forward=False)
     with torch.no_grad():
@@ -71,6 +62,9 @@ def test_the_state_dict_of_a_submodule_is_sharded_too() -> None:
     assert_equal_state(net.blocks[1].state_dict(), build().blocks[1].state_dict())
     assert_equal_state(net.head.state_dict(), build().head.state_dict())
     assert isinstance(net.head.state_dict()["weight"], DTensor)
+    net.blocks[0].unshard()
+    assert_equal_state(net.state_dict(), build().state_dict())
+    assert isinstance(net.state_dict()["blocks.0.fc1.weight"], DTensor)
 
 
 @distributed(2)
@@ -280,21 +274,16 @@ def test_missing_and_unexpected_keys_are_the_errors_of_load_state_dict(kind: str
 
 @pytest.mark.parametrize("strict", [True, False])
 @distributed(2)
-def test_a_full_tensor_of_the_wrong_shape_is_an_error_that_names_it(strict: bool) -> None:
+def test_a_tensor_of_the_wrong_shape_is_an_error_that_names_it(strict: bool) -> None:
     net = sharded(build())
     state = build().state_dict() | {"blocks.1.fc1.weight": torch.zeros(WIDTH, WIDTH)}
     with pytest.raises(RuntimeError, match=r"(?s)size mismatch for blocks\.1\.fc1\.weight"):
         net.load_state_dict(state, strict=strict)
-    assert torch.equal(net(batch()), build()(batch()))
-
-
-@distributed(2)
-def test_a_sharded_tensor_of_the_wrong_shape_is_an_error_that_names_it() -> None:
-    net = sharded(build())
-    state = net.state_dict()
+    state = dict(net.state_dict())
     state["head.bias"] = distribute_tensor(torch.zeros(5), cpu_mesh(), [Shard(0)])
     with pytest.raises(RuntimeError, match=r"(?s)size mismatch for head\.bias"):
-        net.load_state_dict(state)
+        net.load_state_dict(state, strict=strict)
+    assert torch.equal(net(batch()), build()(batch()))
 
 
 @distributed(2)
@@ -330,50 +319,32 @@ def test_load_full_state_dict_from_every_ranks_own_copy() -> None:
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("elsewhere", ["nothing", "other values"])
+@pytest.mark.parametrize("elsewhere", ["nothing", "other values", "a full state dict"])
 @distributed(2, 1, 4)
 def test_load_full_state_dict_broadcasts_rank_0s(elsewhere: str) -> None:
-    net = sharded(build())
+    net = sharded(build(), reshard_after_forward=False)
+    with torch.no_grad():
+        net(batch())  # leaves copies unsharded, which must not serve after the change
     state: dict[str, Any] = build(7).state_dict()
-    if dist.get_rank() != 0:
+    if elsewhere == "a full state dict":
+        state = full_state_dict(sharded(build(7)))  # whole on rank 0 and empty elsewhere
+    elif dist.get_rank() != 0:
         state = {} if elsewhere == "nothing" else build(8).state_dict()
     load_full_state_dict(net, state, broadcast_from_rank0=True)
     assert_equal_state(net.state_dict(), build(7).state_dict())
     _assert_trains_as(net, build(7))
 
 
+@pytest.mark.parametrize("broadcast", [False, True])
 @distributed(2)
-def test_what_full_state_dict_gives_load_full_state_dict_takes() -> None:
-    source, net = sharded(build(7)), sharded(build())
-    load_full_state_dict(net, full_state_dict(source), broadcast_from_rank0=True)
-    assert_equal_state(full_parameters(net), full_parameters(source))
-
-
-@distributed(2)
-def test_a_broadcast_makes_a_kept_copy_fresh() -> None:
-    net = sharded(build(), reshard_after_forward=False)
-    with torch.no_grad():
-        net(batch())
-        load_full_state_dict(net, build(7).state_dict(), broadcast_from_rank0=True)
-        assert torch.equal(net(batch()), build(7)(batch()))
-
-
-@distributed(2)
-def test_load_full_state_dict_is_strict_about_keys() -> None:
+def test_load_full_state_dict_is_strict_about_keys_on_every_rank(broadcast: bool) -> None:
     net = sharded(build())
     state = build().state_dict()
     del state["head.bias"]
+    if broadcast and dist.get_rank() != 0:
+        state.clear()
     with pytest.raises(RuntimeError, match=r"head\.bias"):
-        load_full_state_dict(net, state)
-
-
-@distributed(2)
-def test_a_broadcast_is_strict_about_keys_on_every_rank() -> None:
-    net = sharded(build())
-    state = build().state_dict()
-    del state["head.bias"]
-    with pytest.raises(RuntimeError, match=r"head\.bias"):
-        load_full_state_dict(net, state if dist.get_rank() == 0 else {}, broadcast_from_rank0=True)
+        load_full_state_dict(net, state, broadcast_from_rank0=broadcast)
     assert everyone("in step") == ["in step"] * 2
 
 

@@ -1,17 +1,12 @@
 """Memory of unsharded parameters (DESIGN 3.7): the same while a graph holds it, refilled, freed.
 
 This is about memory of a rank's own; ``test_shared_buffers.py`` is about what ranks share.
-
-``UnshardedMemory`` is also replaced by stores that are wrong on purpose: the checks must fail on
-them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import Event, EventKind, observe
 from fullshard.sharding.base.states import ShardedState
-from fullshard.sharding.gather.strategy import UnshardedMemory
 from support.apart import private_memory
 from support.events.models import batch, make_net
 from support.events.recorder import (
@@ -30,7 +24,6 @@ from support.events.recorder import (
     group_of,
     ours,
 )
-from support.events.stores import RotatingStore
 from support.modules import Assembled
 from support.ranks import distributed
 
@@ -53,21 +46,6 @@ def storages(net: nn.Module) -> dict[str, set[int]]:
         name: {identity(param.unsharded) for param in group.params}
         for name, group in groups_of(net).items()
     }
-
-
-@contextmanager
-def store_of_kind(kind: type[Any]) -> Iterator[None]:
-    """A context in which groups are given another kind of store, in private memory.
-
-    Each is gathered by itself: gathered together, all would have their memory at once.
-    """
-    alone = mock.patch("fullshard.sharding.groups.param_group.coalesced_cap_mb", lambda ranks: 0.0)
-    with (
-        private_memory(),
-        alone,
-        mock.patch("fullshard.sharding.gather.gathering.UnshardedMemory", kind),
-    ):
-        yield
 
 
 class Aliases:
@@ -189,30 +167,6 @@ def test_a_group_keeps_its_storage_and_shares_it_with_no_other(
     run: Callable[[nn.Module], torch.Tensor],
 ) -> None:
     check_identity(run)
-
-
-@pytest.mark.parametrize("run", RUNS)
-@distributed(2)
-def test_both_checks_fail_on_a_store_that_rotates_between_groups(
-    run: Callable[[nn.Module], torch.Tensor],
-) -> None:
-    RotatingStore.ring.clear()
-    for check, message in ((check_aliases, "backward read"), (check_identity, "a storage changed")):
-        with store_of_kind(RotatingStore), pytest.raises(AssertionError, match=message):
-            check(run)
-
-
-@distributed(2)
-def test_a_store_that_rotates_gives_silently_wrong_gradients() -> None:
-    RotatingStore.ring.clear()
-    gradients = []
-    for kind in (RotatingStore, UnshardedMemory):
-        net = make_net(ours)
-        with store_of_kind(kind):
-            net(batch(requires_grad=True)).square().sum().backward()
-        gradients.append(full_gradients(net))
-    with pytest.raises(AssertionError, match="not close"):
-        assert_close_to(*gradients)
 
 
 @distributed(2)
@@ -344,15 +298,3 @@ def test_memory_is_freed_after_each_way_to_hold_it() -> None:
         assert allocated(net) == []
         checkpoint(net, batch(requires_grad=True), use_reentrant=True).sum().backward()
         assert allocated(net) == []
-
-
-@distributed(2)
-def test_a_step_leaves_the_storage_objects_that_it_found() -> None:
-    net = make_net(ours)
-    net(batch()).sum().backward()
-    params = {name: [p.unsharded for p in group.params] for name, group in groups_of(net).items()}
-    for _ in range(3):
-        net(batch()).sum().backward()
-    for name, group in groups_of(net).items():
-        now = [param.unsharded for param in group.params]
-        assert all(old is new for old, new in zip(params[name], now, strict=True))

@@ -1,8 +1,4 @@
-"""Libraries that shard models by torch's own FSDP, run twice: as they are, and on ours.
-
-Owns the two runs, what they are compared by, and the tiny model that they train. Nothing is
-downloaded: weights are drawn from a configuration.
-"""
+"""Libraries that shard models by torch's own FSDP, run twice: as they are, and on ours."""
 
 from __future__ import annotations
 

@@ -12,9 +12,11 @@ from fullshard.comm import (
     CommStreams,
     DefaultAllGather,
     DefaultReduceScatter,
+    GatherConfig,
     ReduceConfig,
     ReduceScaling,
     TensorSpec,
+    default_all_gather,
     reduction_scaling,
 )
 
@@ -23,6 +25,7 @@ __all__ = [
     "ToldAllGather",
     "ToldReduceScatter",
     "drawn_gradients",
+    "gather_config",
     "reduce_config",
     "shard_of",
 ]
@@ -33,6 +36,7 @@ def reduce_config(
     comm: Any,
     scaling: ReduceScaling | None = None,
     dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> ReduceConfig:
     """Reductions on the CPU of a group named blocks.0; to the mean, if nothing else is said."""
     return ReduceConfig(
@@ -41,7 +45,18 @@ def reduce_config(
         streams=CommStreams(torch.device("cpu")),
         device=torch.device("cpu", 0),
         scaling=scaling or reduction_scaling(group.size(), dtype, averages=False),
-        name="blocks.0",
+        **{"name": "blocks.0", **options},
+    )
+
+
+def gather_config(group: dist.ProcessGroup, comm: Any = None, **options: Any) -> GatherConfig:
+    """Gathers on the CPU; by the default collective, if nothing else is said."""
+    return GatherConfig(
+        comm=default_all_gather(group) if comm is None else comm,
+        process_group=group,
+        streams=CommStreams(torch.device("cpu")),
+        device=torch.device("cpu", 0),
+        **options,
     )
 
 

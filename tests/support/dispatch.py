@@ -1,9 +1,4 @@
-"""What the operations of a step allocate, counted as they are dispatched.
-
-Owns what modes share, and one that counts the storages that operations make, by who asked for
-them. Memory that is mapped, or a storage's own that is resized,
-is made by no operation.
-"""
+"""What the operations of a step allocate, counted as they are dispatched."""
 
 from __future__ import annotations
 

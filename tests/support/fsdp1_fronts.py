@@ -1,8 +1,4 @@
-"""FSDP1 twice, torch's and ours, on the same model and the same batches.
-
-Owns the two fronts, which differ in their import line only, and training that records what a user
-sees. All of it is called on every rank.
-"""
+"""FSDP1 twice, torch's and ours, on the same model and the same batches."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""How much memory is alive at once of what operations allocate in a block of code.
-
-Owns the count: each storage from the operation that made it until nothing holds it. Operations of
-other threads are not seen.
-"""
+"""How much memory is alive at once of what operations allocate in a block of code."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Pipelines of small stages, for tests of schedules over sharded ones.
-
-Owns the stages, who holds which, the batches and what the gradients must be. A rank's stages are
-sharded over those ranks that hold the same ones.
-"""
+"""Pipelines of small stages, for tests of schedules over sharded ones."""
 
 from __future__ import annotations
 

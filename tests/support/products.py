@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 
-__all__ = ["changes", "mark_crosses"]
+__all__ = ["changes", "few", "mark_crosses"]
+
+
+def few(values: Iterable[Any], *first: Any) -> list[Any]:
+    """Return ``values`` for ``parametrize``: ``tests`` runs those of ``first``, the matrix all."""
+    listed = list(values)
+    assert all(each in listed for each in first), "a value that is not there"
+    return [
+        each if each in first else pytest.param(each, marks=pytest.mark.matrix) for each in listed
+    ]
 
 
 def mark_crosses(items: Sequence[pytest.Item]) -> None:

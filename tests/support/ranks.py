@@ -30,6 +30,7 @@ __all__ = [
     "ranks_at_pace",
     "run_on_ranks",
     "shutdown_pools",
+    "world",
 ]
 
 JOB_TIMEOUT = 60.0  # seconds for one job
@@ -167,3 +168,10 @@ def cpu_mesh(
     """
     device_type = device.NAME if chosen() else "cpu"
     return init_device_mesh(device_type, shape or (dist.get_world_size(),), mesh_dim_names=names)
+
+
+def world() -> dist.ProcessGroup:
+    """The process group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group

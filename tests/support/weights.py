@@ -1,8 +1,4 @@
-"""A model with all that weights come as, ways to shard it, and files by the safetensors library.
-
-Owns a parameter on each kind of place: tied, frozen, 0-d, uneven, a column cut, an ignored one, and
-persistent and other buffers.
-"""
+"""A model with all that weights come as, ways to shard it, and files by the safetensors library."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,6 +82,7 @@ def test_a_launched_run_leaves_all_its_files_and_says_where(tmp_path: Path, text
     assert Config.from_table(read_table(out / "config.toml")).data.source == str(text)
 
 
+@pytest.mark.matrix
 def test_a_launched_run_ends_with_how_to_continue_after_ctrl_c(tmp_path: Path, text: Path) -> None:
     run = tmp_path / "run"
     words = [*settings(), "--data", str(text), "--out", str(run), "--steps", "1000000"]
@@ -95,6 +97,7 @@ def test_a_launched_run_ends_with_how_to_continue_after_ctrl_c(tmp_path: Path, t
     assert "Traceback" not in errors
 
 
+@pytest.mark.matrix
 def test_a_launched_run_ends_with_what_rank_0_says_of_an_error(tmp_path: Path) -> None:
     job = _launched(1, ["--steps", "0", "--out", str(tmp_path)])
     _, errors = job.communicate(timeout=60)
@@ -193,13 +196,20 @@ def test_an_error_is_one_line_exit_code_2_and_nothing_written(
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
-@pytest.fixture
-def finished(tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str]) -> Path:
+@pytest.fixture(scope="module")
+def run_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of four steps in this process, a world of one."""
-    out = tmp_path / "run"
-    assert main([*settings(), "--data", str(text), "--out", str(out)]) == 0
-    capfd.readouterr()
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "text.txt").write_bytes(TEXT)
+    out = folder / "run"
+    assert main([*settings(), "--data", str(folder / "text.txt"), "--out", str(out)]) == 0
     return out
+
+
+@pytest.fixture
+def finished(run_once: Path, tmp_path: Path) -> Path:
+    """A copy of that folder."""
+    return Path(shutil.copytree(run_once, tmp_path / "run", symlinks=True))
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -295,7 +305,10 @@ def test_resume_auto_leaves_a_folder_alone_that_holds_something_else(
     assert _files(out) == before
 
 
-@pytest.mark.parametrize(("wanted", "made"), [("none", []), ("{out}/w.st", ["w.st"])])
+@pytest.mark.parametrize(
+    ("wanted", "made"),
+    [("{out}/w.st", ["w.st"]), pytest.param("none", [], marks=pytest.mark.matrix)],
+)
 def test_the_full_weights_go_where_they_were_asked_for(
     tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str], wanted: str, made: list[str]
 ) -> None:

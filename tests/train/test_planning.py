@@ -36,6 +36,7 @@ def test_a_budget_frees_parameters_or_cuts_the_batch_until_a_step_fits() -> None
         _planned(1000)
 
 
+@pytest.mark.matrix
 def test_a_run_prints_its_plan_and_then_what_it_measured(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(TEXT)
     words = [*settings(train={"accumulate": 1}), "--data", str(tmp_path / "text"), "--plan"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.fsdp1_fronts import OURS, TORCH, hybrid_mesh, loss_of, rows
+from support.fsdp1_fronts import OURS, hybrid_mesh, loss_of, rows
 from support.modules import Stack
 from support.ranks import distributed
 from support.surface.model import Block
@@ -101,20 +100,6 @@ def test_another_order_than_in_the_first_iteration_warns_once_and_names_paramete
             _step(model, later)
         assert len(caught) == 1
         _step(model, [2, 1, 0])
-
-
-@distributed(2, 4, matrix=[4])
-def test_torchs_warns_of_the_same_order() -> None:
-    with _checking():
-        for front in (OURS, TORCH):
-            model = front.wrapped(Ordered())
-            for order in ([0, 1, 2], [0, 1, 2]):
-                _step(model, order)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                _step(model, [0, 2, 1])
-            texts = [str(each.message).lower() for each in caught]
-            assert any("forward order differs from that of the first iteration" in t for t in texts)
 
 
 @distributed(2, 4, matrix=[4])

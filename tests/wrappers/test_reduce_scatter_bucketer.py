@@ -11,15 +11,9 @@ import torch.distributed as dist
 from comm.stand_ins import group_of
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.wrappers.fairscale import ReduceScatterBucketer
-from support.ranks import distributed
+from support.ranks import distributed, world
 
 KIB = 1 / 1024  # in MiB
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def inputs(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Any:

@@ -1,8 +1,4 @@
-"""Small models whose order of modules is known by heart, for the tests of order and leases.
-
-Owns the models and how they are sharded. They are built from a seed, so that every engine and the
-unsharded reference start from the same numbers.
-"""
+"""Small models whose order of modules is known by heart, for the tests of order and leases."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What travelled, and when: gathers, waits and reductions of ours and of torch's ``fully_shard``.
-
-Owns collectives that record and then do the real thing; both engines take the same objects through
-``set_custom_all_gather`` and ``set_custom_reduce_scatter``, so that their orders compare.
-"""
+"""Record gathers, waits and reductions of ours and of torch's ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -17,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fullshard.comm import DefaultAllGather, Event, EventKind, EventLog
+from fullshard.comm import DefaultAllGather, Event, EventKind, EventLog, observe
 from fullshard.sharding import fully_shard
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.lookup import state_of
 from support.collectives import ToldReduceScatter
+from support.events.models import make_net
 from support.ranks import cpu_mesh
 
 __all__ = [
@@ -31,10 +28,13 @@ __all__ = [
     "Recorder",
     "Scenario",
     "Shard",
+    "against_torch",
     "assert_all_returned",
     "assert_close_to",
     "averaged_gradients",
+    "by_name",
     "compare_with_torch",
+    "events_of",
     "full_gradients",
     "gathered",
     "group_of",
@@ -209,6 +209,24 @@ def compare_with_torch(scenario: Scenario, *, gradients: bool = True) -> tuple[O
     return mine, theirs
 
 
+def against_torch(
+    run: Callable[[Any, Recorder], object],
+    *,
+    make: Callable[..., Any] = make_net,
+    gradients: bool = True,
+    **options: Any,
+) -> tuple[Outcome, Outcome]:
+    """`compare_with_torch` of ``run(model, recorder)`` on ``make(shard, **options)``."""
+
+    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
+        model = make(shard, **options)
+        recorder = record(model)
+        run(model, recorder)
+        return model, recorder
+
+    return compare_with_torch(scenario, gradients=gradients)
+
+
 def group_of(module: nn.Module) -> FSDPParamGroup:
     """The group of the parameters that ``fully_shard`` took from ``module``."""
     state = state_of(module)
@@ -256,6 +274,20 @@ _LIFECYCLE = frozenset(
 def lifecycle(log: EventLog) -> list[str]:
     """What happened to modules and groups, as ``"KIND NAME"``; events of bytes are left out."""
     return [_line(event) for event in log.events if event.kind in _LIFECYCLE]
+
+
+def events_of(action: Callable[[], object]) -> list[str]:
+    """The life-cycle events while ``action`` runs."""
+    log = EventLog()
+    with observe(log):
+        action()
+    return lifecycle(log)
+
+
+def by_name(text: str) -> list[str]:
+    """Life-cycle events from lines such as ``NAME: pre_forward unshard``."""
+    lines = (line.strip().split(": ") for line in text.strip().splitlines())
+    return [f"{kind} {name}" for name, kinds in lines for kind in kinds.split()]
 
 
 def _line(event: Event) -> str:

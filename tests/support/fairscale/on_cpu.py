@@ -1,8 +1,4 @@
-"""FairScale's wrapper on CPU ranks: what it asks of CUDA and of NCCL is answered by CPU and gloo.
-
-Owns the stand-ins for streams and pinned memory, and for a reduce-scatter that takes tensors of any
-shape, as NCCL's does. FairScale's arithmetic and bookkeeping are its own.
-"""
+"""FairScale's wrapper on CPU ranks: CPU and gloo answer for CUDA and NCCL."""
 
 from __future__ import annotations
 

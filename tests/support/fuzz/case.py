@@ -1,8 +1,4 @@
-"""What one number makes of a training run: model, wrapping, mesh, policies, accumulation.
-
-Owns the draw. A `FuzzCase` is plain data and the same on every rank; ``fuzz_run`` carries it out.
-Refuses drawing what is refused by design: its rules say what does not go together, and why.
-"""
+"""What one number makes of a training run: model, wrapping, mesh, policies, accumulation."""
 
 from __future__ import annotations
 

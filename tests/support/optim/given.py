@@ -1,8 +1,4 @@
-"""Steps on given gradients, of the unsharded model and of ranks that shard it, and what they leave.
-
-Owns how both are run and compared. All run on threads: how many threads there are could change what
-a product rounds to.
-"""
+"""Steps on given gradients, of the unsharded model and of ranks that shard it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A module of parameters of many shapes, and its gradients, which are given, not computed.
-
-Owns the shapes: what divides evenly and what does not, fewer rows than ranks, experts, fused
-projections, and what is no matrix.
-"""
+"""A module of parameters of many shapes, and its gradients, which are given, not computed."""
 
 from __future__ import annotations
 

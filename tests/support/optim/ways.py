@@ -1,8 +1,4 @@
-"""Ways to shard a module: each a world of threads, and what a rank does to its copy.
-
-Owns the meshes, and gradients that are cut as the parameters are: those of a module whose values
-are the gradients, sharded in the same way.
-"""
+"""Ways to shard a module: each a world of threads, and what a rank does to its copy."""
 
 from __future__ import annotations
 

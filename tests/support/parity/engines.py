@@ -1,8 +1,4 @@
-"""The two engines that parity tests run side by side: ours, and torch's own as the oracle.
-
-Owns the names under which both are reached. What a test does to a model it does to both, and to the
-unsharded one, on which `tell` does nothing.
-"""
+"""The two engines that parity tests run side by side: ours, and torch's own as the oracle."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The small models of the parity tests, each with its batches, its loss and its groups.
-
-Owns plain torch modules and data drawn from a seed. Refuses sharding: a `Case` says which modules
-would be groups of their own, `support.parity.engines` makes them so.
-"""
+"""The small models of the parity tests, each with its batches, its loss and its groups."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What right means, computed in one process in plain torch: the whole batch, or its parts by hand.
-
-Owns the training loop that sharded and unsharded models share, and the definition of mixed
-precision. Refuses collectives: every rank computes the same reference for itself.
-"""
+"""The right results, computed in one process in plain torch."""
 
 from __future__ import annotations
 
@@ -21,6 +17,7 @@ from support.parity.compare import (
     gradients_of,
     mean_over_ranks,
     parameters_of,
+    rounding,
 )
 from support.parity.engines import tell
 from support.parity.models import ROWS, Batch, Case, build
@@ -28,6 +25,7 @@ from support.parity.models import ROWS, Batch, Case, build
 __all__ = [
     "ByHand",
     "History",
+    "Pair",
     "Rows",
     "accumulate",
     "adamw",
@@ -133,6 +131,52 @@ def _after(tolerance: Tolerance, steps: int) -> Tolerance:
     return Tolerance(
         units=tolerance.units * steps, floor=tolerance.floor, overrides=tolerance.overrides
     )
+
+
+class Pair:
+    """A sharded model and the unsharded one: each learns a batch, by its rows or as a whole.
+
+    Attributes:
+        model: the sharded one.
+        whole: the unsharded one.
+    """
+
+    def __init__(self, case: Case, model: nn.Module, dtype: torch.dtype = torch.float64) -> None:
+        self.case, self.dtype = case, dtype
+        self.model, self.whole = model, build(case, dtype)
+        self._optimizers = adamw(self.model), adamw(self.whole)
+        self._backwards = 0
+
+    def losses(self, index: int) -> list[torch.Tensor]:
+        """The losses of batch ``index``: of this rank's rows by the model, of all by the whole."""
+        found = []
+        for model, rows in ((self.model, my_rows()), (self.whole, whole_batch)):
+            inputs, targets = rows_of(self.case.batch(index, self.dtype), rows)
+            found.append(self.case.loss(model(inputs), targets))
+        return found
+
+    def backward(self, *indices: int) -> None:
+        """Forward and backward of each of these batches."""
+        for index in indices:
+            for loss in self.losses(index):
+                loss.backward()
+            self._backwards += 1
+
+    def step(self) -> None:
+        """The step of an optimizer each, which drops the gradients."""
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check(self, steps: int | None = None, *, what: str = "") -> None:
+        """The gradients and parameters are equal; ``steps``: as rounded, else of each backward."""
+        allowed = rounding(dist.get_world_size(), steps=steps or self._backwards + 1)
+        for kind, read in (("gradients", gradients_of), ("parameters", parameters_of)):
+            found = {
+                name.replace("_checkpoint_wrapped_module.", ""): tensor
+                for name, tensor in read(self.model).items()
+            }
+            assert_equal(found, read(self.whole), allowed, f"{what} {kind}")
 
 
 class ByHand:

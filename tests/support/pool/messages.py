@@ -1,7 +1,4 @@
-"""What travels between the pytest process and its rank processes.
-
-Owns the message types, shared by both ends. Refuses behaviour: these are plain values.
-"""
+"""What travels between the pytest process and its rank processes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The processes behind ``support.ranks``: started once, sent jobs, killed when anything is wrong.
-
-Owns the rank processes, their pipes and logs, and the report of what each rank did. Refuses to run
-another job after a rank failed: the ranks may be out of step.
-"""
+"""The processes behind ``support.ranks``: started once, sent jobs, killed after a failure."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Rank processes as pytest starts, watches and ends them.
-
-Owns one fork server per rank number and pytest run, started at its first use: the rank processes of
-all pools are forked from it, in milliseconds.
-"""
+"""Rank processes as pytest starts, watches and ends them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The waits, events and kept references of the engine, each broken by one changed line.
-
-Owns the list, and how a line is changed: the function's source is edited, compiled in its module
-and put in the function's place for the time of a test.
-"""
+"""The waits, events and kept references of the engine, each broken by one changed line."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The orderings that make a line of the engine redundant, looked at while a program runs.
-
-Owns one context manager for each: it gives a list in which every time that the ordering should
-hold there is a bool that says whether it did, complete when the block ends.
-"""
+"""The orderings that make a line of the engine redundant, looked at while a program runs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The places in the engine's source that order streams or keep memory, and those no mutation takes.
-
-Owns how they are found: by the syntax of the source, so that a new wait is seen. A place is the
-function and the call in it.
-"""
+"""The places in the engine's source that order streams or keep memory."""
 
 from __future__ import annotations
 

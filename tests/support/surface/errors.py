@@ -1,7 +1,4 @@
-"""What an error must say: the words that a test looks for.
-
-Owns one pattern; which words an error must hold is each test's own.
-"""
+"""What an error must say: the words that a test looks for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One small model for tests of what a user sees, and ordinary training to compare it with.
-
-Owns the model, its sharding and its batches. Some shards are uneven, some empty.
-"""
+"""One small model for tests of what a user sees, and ordinary training to compare it with."""
 
 from __future__ import annotations
 

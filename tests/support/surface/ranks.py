@@ -1,7 +1,4 @@
-"""What ranks say of themselves, compared across ranks: errors, values of sharded models.
-
-Owns the collectives that a test needs around the engine's own. All of it is called on every rank.
-"""
+"""What ranks say of themselves, compared across ranks: errors, values of sharded models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A model whose parameters are tied: one matrix in two modules, and one module under two names.
-
-Owns the model; it notes in each forward whether what is tied is still one object.
-"""
+"""A model whose parameters are tied: one matrix in two modules, and one module under two names."""
 
 from __future__ import annotations
 

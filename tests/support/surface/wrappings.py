@@ -1,7 +1,4 @@
-"""Ways to shard the small model, and small models with what wrappers and ties do to names.
-
-Owns what tests of saving and loading compare: a state saved from one wrapping fits any other.
-"""
+"""Ways to shard the small model, and small models with what wrappers and ties do to names."""
 
 from __future__ import annotations
 

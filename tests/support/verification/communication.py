@@ -135,6 +135,10 @@ def _turned(output: torch.Tensor, given: torch.Tensor) -> None:
     output.copy_(output.roll(1))
 
 
+def _three_quarters(output: torch.Tensor, given: torch.Tensor) -> None:
+    output.mul_(0.75)
+
+
 def _two_exchanged(output: torch.Tensor, given: torch.Tensor) -> None:
     output[[0, 1]] = output[[1, 0]]
 
@@ -207,172 +211,76 @@ def _own_replicas(output: torch.Tensor) -> None:
     output.mul_(1.0 + 0.5 * (dist.get_rank() // 2))
 
 
+def _gathered(name: str, spoil: Callable[[Any, torch.Tensor], None]) -> Fault:
+    shard = partial(_gathering, spoil=spoil)
+    return Fault(name, Phase.LOSS, "up", GATHERED, shard=shard, by_layer=Phase.OUTPUT)
+
+
+def _reduced(name: str, cause: str, shard: Callable[[Any], object], **more: Any) -> Fault:
+    return Fault(name, Phase.GRADIENT, "up.weight", cause, shard=shard, **more)
+
+
+def _replica(name: str, phase: Phase, at: str, **program: Any) -> Fault:
+    return Fault(name, phase, at, REPLICAS, ranks=4, **program)
+
+
+def _travelling(**options: Any) -> Callable[[Any], object]:
+    return lambda model: shard(model, wire_policy=WirePolicy(**options))
+
+
 FAULTS = [
+    _gathered("one gathered element off by 1 %", _one_element),
+    _gathered("one gathered element off on one rank", _one_element_on_rank_1),
+    _gathered("a stale gathered copy", _first_copy),
+    _gathered("gathered elements exchanged", _exchanged),
+    _gathered("a gather of the own part alone", _own_part_only),
     Fault(
-        name="one gathered element off by 1 %",
-        phase=Phase.LOSS,
-        at="up",
-        causes=(GATHERED,),
-        program={"shard": partial(_gathering, spoil=_one_element)},
-        by_layer=Phase.OUTPUT,
-    ),
-    Fault(
-        name="one gathered element off on one rank",
-        phase=Phase.LOSS,
-        at="up",
-        causes=(GATHERED,),
-        program={"shard": partial(_gathering, spoil=_one_element_on_rank_1)},
-        by_layer=Phase.OUTPUT,
-    ),
-    Fault(
-        name="a stale gathered copy",
-        phase=Phase.LOSS,
-        at="up",
-        causes=(GATHERED,),
-        program={"shard": partial(_gathering, spoil=_first_copy)},
-        by_layer=Phase.OUTPUT,
-    ),
-    Fault(
-        name="gathered elements exchanged",
-        phase=Phase.LOSS,
-        at="up",
-        causes=(GATHERED,),
-        program={"shard": partial(_gathering, spoil=_exchanged)},
-        by_layer=Phase.OUTPUT,
-    ),
-    Fault(
-        name="a gather of the own part alone",
-        phase=Phase.LOSS,
-        at="up",
-        causes=(GATHERED,),
-        program={"shard": partial(_gathering, spoil=_own_part_only)},
-        by_layer=Phase.OUTPUT,
-    ),
-    Fault(
-        name="a gather that is wrong in backward",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(GATHERED,),
-        program={"shard": partial(_gathering, spoil=_in_backward, name="down")},
+        "a gather that is wrong in backward",
+        Phase.GRADIENT,
+        "up.weight",
+        GATHERED,
+        shard=partial(_gathering, spoil=_in_backward, name="down"),
         by_layer=Phase.INPUT_GRADIENT,
     ),
     Fault(
-        name="gathered in 16 bits",
-        phase=Phase.LOSS,
-        causes=(DTYPE,),
-        program={
-            "shard": lambda model: shard(model, wire_policy=WirePolicy(gathers=torch.bfloat16))
-        },
+        "gathered in 16 bits",
+        Phase.LOSS,
+        cause=DTYPE,
+        shard=_travelling(gathers=torch.bfloat16),
         by_layer=Phase.OUTPUT,
     ),
-    Fault(
-        name="gradients that are summed",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(SCALED,),
-        program={"shard": lambda model: _divided(model, 1.0)},
-    ),
-    Fault(
-        name="gradients divided twice",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(SCALED,),
-        program={"shard": lambda model: _divided(model, 4.0)},
-    ),
-    Fault(
-        name="a wrong divisor of one group",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(SCALED,),
-        program={"shard": lambda model: _reducing(model, after=lambda out, given: out.mul_(0.75))},
-    ),
-    Fault(
-        name="one group alone",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(LEFT_OUT,),
-        program={"shard": partial(_reducing, after=_own_part)},
-    ),
-    Fault(
-        name="a reduction without rank 1",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(LEFT_OUT,),
-        program={"shard": partial(_reducing, before=_from_rank(1, 0.0))},
-    ),
-    Fault(
-        name="rank 0 twice in a reduction",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(UNALIKE,),
-        program={"shard": partial(_reducing, before=_from_rank(0, 2.0))},
-    ),
-    Fault(
-        name="a reduced shard turned",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        program={"shard": partial(_reducing, after=_turned)},
-    ),
-    Fault(
-        name="reduced elements exchanged",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(ELSEWHERE,),
-        program={"shard": partial(_reducing, after=_two_exchanged)},
-    ),
-    Fault(
-        name="one reduced element off",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        program={"shard": partial(_reducing, after=_one_gradient_element)},
-    ),
-    Fault(
-        name="reduced in 16 bits",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(DTYPE,),
-        program={"shard": lambda model: shard(model, mp_policy=HALF)},
-    ),
-    Fault(
-        name="gradients that travel in 16 bits",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(DTYPE,),
-        program={
-            "shard": lambda model: shard(model, wire_policy=WirePolicy(reductions=torch.bfloat16))
-        },
+    _reduced("gradients that are summed", SCALED, partial(_divided, factor=1.0)),
+    _reduced("gradients divided twice", SCALED, partial(_divided, factor=4.0)),
+    _reduced("a wrong divisor of one group", SCALED, partial(_reducing, after=_three_quarters)),
+    _reduced("one group alone", LEFT_OUT, partial(_reducing, after=_own_part)),
+    _reduced("a reduction without rank 1", LEFT_OUT, partial(_reducing, before=_from_rank(1, 0.0))),
+    _reduced("rank 0 twice in a reduction", UNALIKE, partial(_reducing, before=_from_rank(0, 2.0))),
+    _reduced("a reduced shard turned", "", partial(_reducing, after=_turned)),
+    _reduced("reduced elements exchanged", ELSEWHERE, partial(_reducing, after=_two_exchanged)),
+    _reduced("one reduced element off", "", partial(_reducing, after=_one_gradient_element)),
+    _reduced("reduced in 16 bits", DTYPE, lambda model: shard(model, mp_policy=HALF)),
+    _reduced(
+        "gradients that travel in 16 bits",
+        DTYPE,
+        _travelling(reductions=torch.bfloat16),
         fits=True,
     ),
-    Fault(
-        name="a gradient zeroed on one replica",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(REPLICAS,),
-        program={"shard": _zeroed},
-        ranks=4,
+    _replica("a gradient zeroed on one replica", Phase.GRADIENT, "up.weight", shard=_zeroed),
+    _replica(
+        "reduced gradients scaled on one replica", Phase.GRADIENT, "up.weight", shard=_unsynced
     ),
-    Fault(
-        name="reduced gradients scaled on one replica",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(REPLICAS,),
-        program={"shard": _unsynced},
-        ranks=4,
+    _replica(
+        "a parameter changed on one replica",
+        Phase.UPDATE,
+        "up.weight",
+        shard=hybrid,
+        optimizer=partial(_OnReplica1, spoil=_spoil_param),
     ),
-    Fault(
-        name="a parameter changed on one replica",
-        phase=Phase.UPDATE,
-        at="up.weight",
-        causes=(REPLICAS,),
-        program={"shard": hybrid, "optimizer": partial(_OnReplica1, spoil=_spoil_param)},
-        ranks=4,
-    ),
-    Fault(
-        name="optimizer state changed on one replica",
-        phase=Phase.STATE,
-        at="exp_avg of up.weight",
-        causes=(REPLICAS,),
-        program={"shard": hybrid, "optimizer": partial(_OnReplica1, spoil=_spoil_state)},
-        ranks=4,
+    _replica(
+        "optimizer state changed on one replica",
+        Phase.STATE,
+        "exp_avg of up.weight",
+        shard=hybrid,
+        optimizer=partial(_OnReplica1, spoil=_spoil_state),
     ),
 ]

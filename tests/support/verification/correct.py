@@ -1,8 +1,4 @@
-"""Correct programs of many kinds, none of which ``verify`` may report.
-
-Owns the table ``CORRECT``. Several have parameters whose gradient is exactly zero, which Adam turns
-into full steps in a direction that rounding decides.
-"""
+"""Correct programs of many kinds, none of which ``verify`` may report."""
 
 from __future__ import annotations
 

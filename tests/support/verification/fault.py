@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,36 +15,43 @@ from fullshard.preflight import Phase
 from fullshard.sharding import fully_shard
 from support.modules import in_turn
 
-__all__ = ["HIDDEN", "WIDTH", "Fault", "batch", "build", "hybrid", "is_sharded", "loss", "shard"]
+__all__ = ["WIDTH", "Fault", "batch", "build", "hybrid", "is_sharded", "loss", "shard"]
 
-WIDTH, HIDDEN = 6, 9
+WIDTH = 6
 
 
-@dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault; what is not given is as it should be.
+    """A program with one fault, and what must be seen of it.
 
-    Attributes:
+    Args:
         name: what was planted.
         phase: where it must be seen first.
         at: what the first difference must name: a parameter, or a module.
-        causes: the names of causes that must be given, and no others; none: no cause can be named.
-        program: what differs from a program without faults.
+        cause: the only cause that must be given; empty: no cause can be named.
         ranks: how many it needs.
         unseen: why nothing of it is seen layer by layer; empty if it is.
         by_layer: where it must be seen first layer by layer; None: in the same phase.
-        fits: whether the causes only fit, and are not shown.
+        fits: whether the cause only fits, and is not shown.
+        program: what differs from a program without faults.
     """
 
-    name: str
-    phase: Phase
-    at: str = ""
-    causes: tuple[str, ...] = ()
-    program: dict[str, Any] = field(default_factory=dict)
-    ranks: int = 2
-    unseen: str = ""
-    by_layer: Phase | None = None
-    fits: bool = False
+    def __init__(
+        self,
+        name: str,
+        phase: Phase,
+        at: str = "",
+        cause: str = "",
+        *,
+        ranks: int = 2,
+        unseen: str = "",
+        by_layer: Phase | None = None,
+        fits: bool = False,
+        **program: Any,
+    ) -> None:
+        self.name, self.phase, self.at = name, phase, at
+        self.causes = (cause,) if cause else ()
+        self.ranks, self.unseen, self.by_layer, self.fits = ranks, unseen, by_layer, fits
+        self.program = program
 
     def __str__(self) -> str:
         return self.name

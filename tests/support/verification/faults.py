@@ -7,9 +7,4 @@ from support.verification.fault import Fault
 
 __all__ = ["FAULTS"]
 
-FAULTS: list[Fault] = [
-    *models.FAULTS,
-    *losses.FAULTS,
-    *communication.FAULTS,
-    *optimizers.FAULTS,
-]
+FAULTS: list[Fault] = [*models.FAULTS, *losses.FAULTS, *communication.FAULTS, *optimizers.FAULTS]

@@ -37,6 +37,10 @@ def _unequal(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs.repeat(2, 1)[:rows], targets.repeat(2, 1)[:rows]
 
 
+def _rows(given: Any) -> int:
+    return len(given[0])
+
+
 def _rolled(model: Any, given: Any) -> torch.Tensor:
     inputs = given[0].roll(1, 0) if is_sharded(model) else given[0]
     return loss(model, (inputs, given[1]))
@@ -117,110 +121,35 @@ class _Keeping(torch.optim.SGD):
             super().zero_grad(set_to_none)
 
 
+def _in_loss(name: str, cause: str, **program: Any) -> Fault:
+    return Fault(name, Phase.LOSS, cause=cause, unseen=BETWEEN, **program)
+
+
+def _in_gradient(name: str, cause: str, unseen: str = "", **program: Any) -> Fault:
+    return Fault(name, Phase.GRADIENT, "up.weight", cause, unseen=unseen, **program)
+
+
+def _missing(name: str, **program: Any) -> Fault:
+    return Fault(name, Phase.MISSING, "up.weight", UNREDUCED, fits=True, **program)
+
+
+AGAIN = "both backwards of a layer are run again"
+_scaled = partial(_backward_times, factor=lambda: 1024.0)
+_scaled_by_rank = partial(_backward_times, factor=lambda: 1.0 + 2 * dist.get_rank())
+
 FAULTS = [
-    Fault(
-        name="means over unequal numbers of rows",
-        phase=Phase.LOSS,
-        causes=(TOKENS,),
-        program={"batch": _unequal, "tokens": lambda given: len(given[0])},
-        unseen=BETWEEN,
-    ),
-    Fault(
-        name="inputs in another order",
-        phase=Phase.LOSS,
-        causes=(FED,),
-        program={"loss": _rolled},
-        unseen=BETWEEN,
-    ),
-    Fault(
-        name="another step's batch on one rank",
-        phase=Phase.LOSS,
-        causes=(FED,),
-        program={"loss": _next_batch},
-        unseen=BETWEEN,
-    ),
-    Fault(
-        name="a loss times the world size",
-        phase=Phase.LOSS,
-        causes=(LOSS,),
-        program={"loss": _multiplied},
-        unseen=BETWEEN,
-    ),
-    Fault(
-        name="a loss scaled on one rank",
-        phase=Phase.LOSS,
-        causes=(LOSS,),
-        program={"loss": _on_rank_1},
-        unseen=BETWEEN,
-    ),
-    Fault(
-        name="a scaled backward",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(SCALED,),
-        program={"loss": partial(_backward_times, factor=lambda: 1024.0)},
-        unseen=BETWEEN,
-    ),
-    Fault(
-        name="a backward scaled on one rank",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(UNALIKE,),
-        program={"loss": partial(_backward_times, factor=lambda: 1.0 + 2 * dist.get_rank())},
-        unseen=BETWEEN,
-    ),
-    Fault(
-        name="a penalty on the shard",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(BYPASSED,),
-        program={"loss": _penalised},
-        fits=True,
-    ),
-    Fault(
-        name="a first micro-batch that is dropped",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(LEFT_OUT,),
-        program={"loss": _dropping},
-    ),
-    Fault(
-        name="a micro-batch that runs twice",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(UNALIKE,),
-        program={"loss": _twice_backward},
-        unseen="both backwards of a layer are run again",
-    ),
-    Fault(
-        name="a micro-batch that is not divided",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(UNALIKE,),
-        program={"loss": _undivided},
-        unseen=BETWEEN,
-    ),
-    Fault(
-        name="gradients that are not set to zero",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(KEPT,),
-        program={"optimizer": partial(_Keeping, lr=0.1)},
-    ),
-    Fault(
-        name="a last micro-batch without reduction",
-        phase=Phase.MISSING,
-        at="up.weight",
-        causes=(UNREDUCED,),
-        program={"loss": _unreduced},
-        fits=True,
-    ),
-    Fault(
-        name="gradients never reduced",
-        phase=Phase.MISSING,
-        at="up.weight",
-        causes=(UNREDUCED,),
-        program={"shard": _silent},
-        fits=True,
-    ),
+    _in_loss("means over unequal numbers of rows", TOKENS, batch=_unequal, tokens=_rows),
+    _in_loss("inputs in another order", FED, loss=_rolled),
+    _in_loss("another step's batch on one rank", FED, loss=_next_batch),
+    _in_loss("a loss times the world size", LOSS, loss=_multiplied),
+    _in_loss("a loss scaled on one rank", LOSS, loss=_on_rank_1),
+    _in_gradient("a scaled backward", SCALED, BETWEEN, loss=_scaled),
+    _in_gradient("a backward scaled on one rank", UNALIKE, BETWEEN, loss=_scaled_by_rank),
+    _in_gradient("a penalty on the shard", BYPASSED, loss=_penalised, fits=True),
+    _in_gradient("a first micro-batch that is dropped", LEFT_OUT, loss=_dropping),
+    _in_gradient("a micro-batch that runs twice", UNALIKE, AGAIN, loss=_twice_backward),
+    _in_gradient("a micro-batch that is not divided", UNALIKE, BETWEEN, loss=_undivided),
+    _in_gradient("gradients that are not set to zero", KEPT, optimizer=partial(_Keeping, lr=0.1)),
+    _missing("a last micro-batch without reduction", loss=_unreduced),
+    _missing("gradients never reduced", shard=_silent),
 ]

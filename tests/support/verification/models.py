@@ -51,24 +51,6 @@ class Clipped(nn.Module):
         return x * self.scale
 
 
-BETWEEN: dict[str, Callable[[], nn.Module]] = {
-    "random of Python": lambda: Assembled(lambda m, x: x * (1 + random.random())),
-    "random of numpy": lambda: Assembled(lambda m, x: x * float(1 + numpy.random.rand())),
-    "a sum": lambda: Assembled(_counted, seen=nn.Buffer(torch.zeros(()))),
-    "a layer for rank 0": lambda: Assembled(
-        lambda m, x: x + m.extra(x) if dist.get_rank() == 0 else x, extra=nn.Linear(9, 9)
-    ),
-    "a rank's factor": lambda: Assembled(lambda m, x: x * (1 + dist.get_rank())),
-    "frequencies": lambda: Assembled(
-        lambda m, x: x + 0 * m.freqs, freqs=nn.Buffer(torch.linspace(1.0, 2.03, 9))
-    ),
-    "a constant": lambda: Assembled(
-        lambda m, x: x * m.scale.clone(), scale=nn.Buffer(torch.ones(9))
-    ),
-}
-"""What a fault puts between the layers; 16 bits cannot hold the frequencies."""
-
-
 def _skipping(model: Any) -> Any:
     """Skips a layer at random, as in LayerDrop."""
 
@@ -115,10 +97,15 @@ def _frozen(model: Any) -> None:
     shard(model)
 
 
-def _hooked(method: str, hook: Callable[[Any], Any]) -> Any:
-    net = build()
-    getattr(net.up.weight, method)(hook)
-    return net
+def _hooked(name: str, method: str, hook: Callable[[Any], Any]) -> Fault:
+    """A fault of a hook that is registered on a parameter by ``method``."""
+
+    def build_model() -> Any:
+        net = build()
+        getattr(net.up.weight, method)(hook)
+        return net
+
+    return Fault(name, Phase.GRADIENT, "up.weight", HOOK, build_model=build_model)
 
 
 def _halve(param: torch.Tensor) -> None:
@@ -163,181 +150,115 @@ def _zero(scale: torch.Tensor) -> None:
     scale.mul_(1.5)
 
 
+def _between(
+    name: str, phase: Phase, at: str, cause: str, make: Callable[[], nn.Module], **more: Any
+) -> Fault:
+    """A fault of the module that ``make`` makes, which runs between the layers."""
+    return Fault(name, phase, at, cause, build_model=lambda: build(make), **more)
+
+
+def _in_loss(name: str, cause: str, make: Callable[[], nn.Module], **more: Any) -> Fault:
+    return _between(name, Phase.LOSS, "between", cause, make, **more)
+
+
+def _run(function: Callable[[Any, torch.Tensor], torch.Tensor], **parts: Any) -> Any:
+    return lambda: Assembled(function, **parts)
+
+
+def _with_buffer(
+    name: str, at: str, cause: str, function: Any, value: torch.Tensor, **more: Any
+) -> Fault:
+    """A fault of a buffer between the layers, which ``function`` uses."""
+    make = _run(function, **{at: nn.Buffer(value)})
+    return _between(name, Phase.BUFFER, f"between.{at}", cause, make, **more)
+
+
+def _built(name: str, shard: Callable[[Any], object]) -> Fault:
+    return Fault(name, Phase.BUILD, "up.weight", BUILT, shard=shard)
+
+
+def _missing(name: str, at: str, cause: str, **program: Any) -> Fault:
+    return Fault(name, Phase.MISSING, at, cause, **program)
+
+
+_FREQUENCIES = torch.linspace(1.0, 2.03, 9)  # 16 bits cannot hold them
+
 FAULTS = [
-    Fault(
-        name="dropout",
-        phase=Phase.LOSS,
-        at="between",
-        causes=(RANDOM,),
-        program={"build_model": lambda: build(lambda: nn.Dropout(0.5))},
+    _in_loss("dropout", RANDOM, lambda: nn.Dropout(0.5)),
+    _in_loss("random of Python", RANDOM, _run(lambda m, x: x * (1 + random.random()))),
+    _in_loss("random of numpy", RANDOM, _run(lambda m, x: x * float(1 + numpy.random.rand()))),
+    _in_loss("a layer that all ranks skip at random", RANDOM, lambda: _skipping(nn.Linear(9, 9))),
+    _between(
+        "batch statistics",
+        Phase.BUFFER,
+        "between.running_mean",
+        APART,
+        lambda: nn.BatchNorm1d(9),
     ),
-    Fault(
-        name="random of Python",
-        phase=Phase.LOSS,
-        at="between",
-        causes=(RANDOM,),
-        program={"build_model": lambda: build(BETWEEN["random of Python"])},
+    _with_buffer("a sum in a buffer", "seen", APART, _counted, torch.zeros(())),
+    _with_buffer(
+        "a buffer that rank 1 alone changes",
+        "scale",
+        APART,
+        lambda m, x: x * m.scale.clone(),
+        torch.ones(9),
+        shard=_reset_on_rank_1,
     ),
-    Fault(
-        name="random of numpy",
-        phase=Phase.LOSS,
-        at="between",
-        causes=(RANDOM,),
-        program={"build_model": lambda: build(BETWEEN["random of numpy"])},
+    _with_buffer(
+        "a buffer in 16 bits",
+        "freqs",
+        DTYPE,
+        lambda m, x: x + 0 * m.freqs,
+        _FREQUENCIES,
+        shard=_rounded,
     ),
-    Fault(
-        name="a layer that all ranks skip at random",
-        phase=Phase.LOSS,
-        at="between",
-        causes=(RANDOM,),
-        program={"build_model": lambda: build(lambda: _skipping(nn.Linear(9, 9)))},
-    ),
-    Fault(
-        name="batch statistics",
-        phase=Phase.BUFFER,
-        at="between.running_mean",
-        causes=(APART,),
-        program={"build_model": lambda: build(lambda: nn.BatchNorm1d(9))},
-    ),
-    Fault(
-        name="a sum in a buffer",
-        phase=Phase.BUFFER,
-        at="between.seen",
-        causes=(APART,),
-        program={"build_model": lambda: build(BETWEEN["a sum"])},
-    ),
-    Fault(
-        name="a buffer that rank 1 alone changes",
-        phase=Phase.BUFFER,
-        at="between.scale",
-        causes=(APART,),
-        program={
-            "build_model": lambda: build(BETWEEN["a constant"]),
-            "shard": _reset_on_rank_1,
-        },
-    ),
-    Fault(
-        name="a buffer in 16 bits",
-        phase=Phase.BUFFER,
-        at="between.freqs",
-        causes=(DTYPE,),
-        program={"build_model": lambda: build(BETWEEN["frequencies"]), "shard": _rounded},
-    ),
-    Fault(
-        name="evaluated when sharded",
-        phase=Phase.LOSS,
-        at="between",
-        causes=(MODE,),
-        program={
-            "build_model": lambda: build(lambda: nn.Dropout(0.5)),
-            "shard": _evaluating,
-            "aligned_seeds": True,
-        },
+    _in_loss(
+        "evaluated when sharded",
+        MODE,
+        lambda: nn.Dropout(0.5),
+        shard=_evaluating,
+        aligned_seeds=True,
         unseen="each layer is run again in its mode",
     ),
     Fault(
-        name="a parameter that is left out",
-        phase=Phase.GRADIENT,
-        at="down.weight",
-        causes=(OUTSIDE,),
-        program={"shard": lambda model: fully_shard(model, ignored_params={model.down.weight})},
+        "a parameter that is left out",
+        Phase.GRADIENT,
+        "down.weight",
+        OUTSIDE,
+        shard=lambda model: fully_shard(model, ignored_params={model.down.weight}),
+    ),
+    _hooked("a tensor's hook", "register_hook", lambda grad: 2 * grad),
+    _hooked("a hook after accumulation", "register_post_accumulate_grad_hook", _halve),
+    _between("a parameter changed through data", Phase.UPDATE, "between.scale", CHANGED, Clipped),
+    _in_loss(
+        "a module for one rank",
+        SKIPPED,
+        lambda: Assembled(
+            lambda m, x: x + m.extra(x) if dist.get_rank() == 0 else x, extra=nn.Linear(9, 9)
+        ),
+    ),
+    _in_loss("a factor by rank", ASKS, _run(lambda m, x: x * (1 + dist.get_rank()))),
+    _built("values changed after sharding", _changed),
+    _built("values drawn again after sharding", _drawn_again),
+    _built("values that one rank changes", _changed_on_rank_1),
+    _missing("frozen by sharding", "down.bias", TRAINED, shard=_frozen),
+    _missing("trained after sharding", "up.bias", TRAINED, build_model=_half_frozen, shard=_thawed),
+    _missing(
+        "frozen after sharding",
+        "up.bias",
+        TRAINED,
+        shard=lambda model: shard(model).up.bias.requires_grad_(False),
     ),
     Fault(
-        name="a tensor's hook",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(HOOK,),
-        program={"build_model": lambda: _hooked("register_hook", lambda grad: 2 * grad)},
+        "a tie that is broken", Phase.BUILD, "down.weight", TIED, build_model=_tied, shard=_untied
     ),
     Fault(
-        name="a hook after accumulation",
-        phase=Phase.GRADIENT,
-        at="up.weight",
-        causes=(HOOK,),
-        program={"build_model": lambda: _hooked("register_post_accumulate_grad_hook", _halve)},
+        "a tie that is new",
+        Phase.BUILD,
+        "down.weight",
+        TIED,
+        build_model=lambda: build(hidden=WIDTH),
+        shard=_retied,
     ),
-    Fault(
-        name="a parameter changed through data",
-        phase=Phase.UPDATE,
-        at="between.scale",
-        causes=(CHANGED,),
-        program={"build_model": lambda: build(Clipped)},
-    ),
-    Fault(
-        name="a module for one rank",
-        phase=Phase.LOSS,
-        at="between",
-        causes=(SKIPPED,),
-        program={"build_model": lambda: build(BETWEEN["a layer for rank 0"])},
-    ),
-    Fault(
-        name="a factor by rank",
-        phase=Phase.LOSS,
-        at="between",
-        causes=(ASKS,),
-        program={"build_model": lambda: build(BETWEEN["a rank's factor"])},
-    ),
-    Fault(
-        name="values changed after sharding",
-        phase=Phase.BUILD,
-        at="up.weight",
-        causes=(BUILT,),
-        program={"shard": _changed},
-    ),
-    Fault(
-        name="values drawn again after sharding",
-        phase=Phase.BUILD,
-        at="up.weight",
-        causes=(BUILT,),
-        program={"shard": _drawn_again},
-    ),
-    Fault(
-        name="values that one rank changes",
-        phase=Phase.BUILD,
-        at="up.weight",
-        causes=(BUILT,),
-        program={"shard": _changed_on_rank_1},
-    ),
-    Fault(
-        name="frozen by sharding",
-        phase=Phase.MISSING,
-        at="down.bias",
-        causes=(TRAINED,),
-        program={"shard": _frozen},
-    ),
-    Fault(
-        name="trained after sharding",
-        phase=Phase.MISSING,
-        at="up.bias",
-        causes=(TRAINED,),
-        program={"build_model": _half_frozen, "shard": _thawed},
-    ),
-    Fault(
-        name="frozen after sharding",
-        phase=Phase.MISSING,
-        at="up.bias",
-        causes=(TRAINED,),
-        program={"shard": lambda model: shard(model).up.bias.requires_grad_(False)},
-    ),
-    Fault(
-        name="a tie that is broken",
-        phase=Phase.BUILD,
-        at="down.weight",
-        causes=(TIED,),
-        program={"build_model": _tied, "shard": _untied},
-    ),
-    Fault(
-        name="a tie that is new",
-        phase=Phase.BUILD,
-        at="down.weight",
-        causes=(TIED,),
-        program={"build_model": lambda: build(hidden=WIDTH), "shard": _retied},
-    ),
-    Fault(
-        name="detached by sharding",
-        phase=Phase.MISSING,
-        at="up.weight",
-        causes=(DETACHED,),
-        program={"shard": _detached},
-    ),
+    _missing("detached by sharding", "up.weight", DETACHED, shard=_detached),
 ]

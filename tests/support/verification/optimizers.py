@@ -199,12 +199,8 @@ def _of_copies(params: Params) -> torch.optim.Optimizer:
 
 
 def _update(name: str, cause: str, optimizer: Any, **more: Any) -> Fault:
-    return Fault(
-        name=name,
-        causes=(cause,) if cause else (),
-        program={"optimizer": optimizer},
-        **{"phase": Phase.UPDATE, "at": "up.weight", **more},
-    )
+    place = {"phase": Phase.UPDATE, "at": "up.weight", **more}
+    return Fault(name, cause=cause, optimizer=optimizer, **place)
 
 
 FAULTS = [

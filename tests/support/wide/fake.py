@@ -1,8 +1,4 @@
-"""One rank of a world that is not there: torch's fake process group, whose collectives do nothing.
-
-Owns starting and ending it. Values are meaningless in such a world; shapes, sizes, memory and the
-calls that one rank makes are not. (``torch.testing._internal.distributed.fake_pg``: 2.11, 2.13.)
-"""
+"""One rank of a world over torch's fake process group, whose collectives do nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Uneven tensors for worlds of any size, and what a collective over them must give.
-
-Owns shapes, values that follow from a seed, the cut by ``torch.chunk``, and error bounds of sums in
-rank order. It knows no layout: these are the definitions that layouts are tested against.
-"""
+"""Uneven tensors for worlds of any size, and what a collective over them must give."""
 
 from __future__ import annotations
 
