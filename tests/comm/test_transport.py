@@ -6,7 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import ProcessGroupTransport, SelfTransport, Transport
+from fullshard.comm import (
+    AllToAllTransport,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ProcessGroupTransport,
+    SelfTransport,
+    SharedMemoryTransport,
+    Transport,
+)
+from fullshard.comm.same_host.same_host import AutomaticTransport
+from fullshard.comm.transports.transport import adapted
 from support.ranks import distributed
 
 
@@ -77,3 +87,75 @@ def test_a_reduce_scatter_sums_each_ranks_part(async_op: bool, world_size: int) 
         work.wait()
     total = torch.arange(2.0 * world_size) * (world_size * (world_size + 1) / 2)
     assert torch.equal(output, total.chunk(world_size)[group.rank()])
+
+
+GATHER = ("open_shared_buffer", "narrow_gather")
+REDUCTION = ("parts_reducer", "narrow_reduce")
+BOTH = ("resolve", "aliases_input", "coalesced_up_to")
+KINDS = [
+    AllToAllTransport,
+    AutomaticTransport,
+    ProcessGroupTransport,
+    SelfTransport,
+    SharedMemoryTransport,
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_subclass_sees_what_it_overrides_whatever_its_base_can_do(kind: type[Transport]) -> None:
+    def moves(self: Transport, *given: object) -> None:
+        """Something else."""
+
+    gathers: type[Transport] = type("Gathers", (kind,), {"all_gather": moves})
+    reduces: type[Transport] = type("Reduces", (kind,), {"reduce_scatter": moves})
+    for name in (*GATHER, *BOTH):
+        assert getattr(gathers, name) is getattr(Transport, name)
+    for name in (*REDUCTION, *BOTH):
+        assert getattr(reduces, name) is getattr(Transport, name)
+    for name in REDUCTION:
+        assert getattr(gathers, name) is getattr(kind, name)
+    for name in GATHER:
+        assert getattr(reduces, name) is getattr(kind, name)
+    further: type[Transport] = type("Further", (gathers,), {})
+    assert further.open_shared_buffer is Transport.open_shared_buffer
+
+
+def test_a_subclass_may_declare_capabilities_of_the_method_that_it_overrides() -> None:
+    class Own(ProcessGroupTransport):
+        def all_gather(self, *given: object) -> None:  # type: ignore[override]
+            """Something else."""
+
+        def coalesced_up_to(self, process_group: object, device: object) -> int:
+            return 16
+
+    group = _Group(2)
+    comm = DefaultAllGather(transport=Own())
+    assert comm.coalesced_up_to(group, torch.device("cpu")) == 16  # type: ignore[arg-type]
+
+
+class _Minimal:
+    """The documented members, and more that nobody declared to be a capability."""
+
+    in_place = True
+
+    def all_gather(self, *given: object) -> None:
+        """Nothing."""
+
+    def reduce_scatter(self, *given: object) -> None:
+        """Nothing."""
+
+    def coalesced_up_to(self, process_group: object, device: object) -> int:
+        return 1 << 30
+
+
+def test_a_transport_without_the_base_class_is_only_called() -> None:
+    group, cpu = _Group(1), torch.device("cpu")
+    own = _Minimal()
+    for comm in (DefaultAllGather(transport=own), DefaultReduceScatter(transport=own)):
+        assert comm.transport is own
+        assert comm.coalesced_up_to(group, cpu) == 0  # type: ignore[arg-type]
+        assert not comm.aliases_input(group)  # type: ignore[arg-type]
+        assert not comm.is_automatic
+    assert adapted(own).narrow_gather(cpu) is None
+    transport = ProcessGroupTransport()
+    assert adapted(transport) is transport

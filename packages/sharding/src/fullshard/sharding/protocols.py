@@ -52,7 +52,7 @@ class ParameterDTypes(Protocol):
 class ModuleCasts(Protocol):
     """How are a module's inputs and outputs cast?
 
-    Policies whose ``casts_nothing`` is true when a module is sharded are never called.
+    A policy whose ``casts_nothing`` is true when a module is sharded is never called.
     """
 
     def cast_inputs(
@@ -72,7 +72,9 @@ class Offload(Protocol):
     """Where do a shard, its gradient and the optimizer's state live, and where does it step?
 
     A copy that a method begins may still be on its way when it returns, on the current stream. The
-    engine calls ``arrived`` before the host reads it, once for many copies.
+    engine calls ``arrived`` before the host reads it, once for many copies. A policy whose
+    ``stages_in_nothing`` is true is not asked to stage shards, and one whose ``stages_out_nothing``
+    is true is not asked to stage gradients.
     """
 
     def home(self, device: torch.device) -> torch.device:
@@ -163,6 +165,17 @@ class WireForms(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class NoOffload:
     """The identity offload: shards and gradients live where the model computes."""
+
+    @property
+    def stages_in_nothing(self) -> bool:
+        """Whether ``stage_in`` returns the shard: if so, gathers read the shard and never ask."""
+        return type(self).stage_in is NoOffload.stage_in
+
+    @property
+    def stages_out_nothing(self) -> bool:
+        """Whether ``stage_out`` returns the gradient: if so, nobody asks or waits for it."""
+        mine, ours = type(self), NoOffload
+        return (mine.stage_out, mine.arrived) == (ours.stage_out, ours.arrived)
 
     def home(self, device: torch.device) -> torch.device:
         """Return ``device``."""

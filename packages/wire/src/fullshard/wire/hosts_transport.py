@@ -28,9 +28,9 @@ import torch.distributed as dist
 from fullshard.comm import (
     AllGather,
     DefaultAllGather,
-    DefaultReduceScatter,
     GatherBuffer,
     ReduceOp,
+    Transport,
     default_all_gather,
 )
 from fullshard.comm.spi import (
@@ -45,7 +45,7 @@ from fullshard.comm.spi import (
 )
 from fullshard.wire.hosts import Grid, Hosts, Level, Levels, given_grid, levels_of
 
-__all__ = ["HostsTransport", "Parts", "gather_by_hosts", "serves"]
+__all__ = ["HostsTransport", "Parts", "gather_by_hosts"]
 
 _AUTOMATIC = AutomaticTransport()
 
@@ -70,7 +70,7 @@ class Parts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HostsTransport:
+class HostsTransport(Transport):
     """Sums inside hosts before anything leaves them, and shares there what arrives.
 
     ``AutomaticTransport`` is used where all ranks are on one host, or each is on its own.
@@ -82,11 +82,6 @@ class HostsTransport:
 
     hosts: Hosts
     parts: Parts | None = None
-
-    @property
-    def in_place(self) -> bool:
-        """True: a gather's input may be this rank's slice of its output."""
-        return True
 
     def all_gather(
         self,
@@ -170,11 +165,6 @@ def gather_by_hosts(hosts: Hosts, process_group: dist.ProcessGroup) -> AllGather
     if alone or (hosts != "names" and given_grid(process_group, hosts) is None):
         return default_all_gather(process_group)
     return DefaultAllGather(transport=HostsTransport(hosts))
-
-
-def serves(comm: object) -> bool:
-    """Return whether a reduce-scatter is the default one, which host sums may replace."""
-    return type(comm) is DefaultReduceScatter and type(comm.transport) is AutomaticTransport
 
 
 def _check_sizes(whole: torch.Tensor, part: torch.Tensor, process_group: dist.ProcessGroup) -> None:

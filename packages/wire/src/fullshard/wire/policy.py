@@ -19,7 +19,7 @@ from fullshard.comm.spi import ReducePlan
 from fullshard.wire.blocks import in_blocks
 from fullshard.wire.hosts import Hosts, check_hosts, levels_of
 from fullshard.wire.hosts_reduction import plan_by_hosts
-from fullshard.wire.hosts_transport import gather_by_hosts, serves
+from fullshard.wire.hosts_transport import gather_by_hosts
 from fullshard.wire.quantised import Quantised
 from fullshard.wire.reduction import WidenedReducePlan
 
@@ -138,7 +138,11 @@ class WirePolicy:
             ValueError: if the config's collective is one of a user's own, which adds as it likes.
         """
         hosts, group = self.hosts, config.process_group
-        if hosts is not None and serves(config.comm) and levels_of(group, hosts) is not None:
+        if (
+            hosts is not None
+            and config.collective.is_automatic
+            and levels_of(group, hosts) is not None
+        ):
             return plan_by_hosts(layout, forms, config, hosts)
         if tuple(forms) == layout.specs:
             return ReducePlan(layout, config)

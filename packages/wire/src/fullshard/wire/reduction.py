@@ -140,7 +140,7 @@ class WidenedReducePlan(ReducePlan):
     def _exchange(self, packed: Buffer, output: torch.Tensor) -> dist.Work | None:
         """Every rank's parts for this one, in flight; they are added once they are waited for."""
         config = self.config
-        arrived = config.source.take(config.comm, self.sent, self._rank, config.device)
+        arrived = config.source.take(config.collective, self.sent, self._rank, config.device)
         async_op, group = config.streams.asynchronous_work, config.process_group
         work = all_to_all(arrived.tensor, packed.tensor, group, async_op)
 

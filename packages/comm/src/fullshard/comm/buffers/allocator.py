@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from fullshard.comm.runtime import compat
 __all__ = [
     "Allocates",
     "Allocator",
+    "BufferMemory",
     "CachingAllocator",
     "ProcessGroupAllocator",
     "SymmetricMemoryAllocator",
@@ -43,6 +44,22 @@ class Allocates(Protocol):
         self, size: Sequence[int], /, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """A contiguous tensor of ``size``; its contents may be anything."""
+
+
+class BufferMemory(Protocol):
+    """The source of the buffers of collectives: an adapted collective."""
+
+    @property
+    def reusable(self) -> bool:
+        """Whether memory from ``allocate`` may be reused for later collectives."""
+
+    @property
+    def allocates(self) -> str:
+        """The name of the method that allocates buffers, for messages."""
+
+    @property
+    def allocate(self) -> Callable[..., torch.Tensor]:
+        """The ``allocate`` of the collective."""
 
 
 @dataclass(frozen=True, slots=True)

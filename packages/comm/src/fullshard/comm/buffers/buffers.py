@@ -15,7 +15,7 @@ from functools import cached_property
 
 import torch
 
-from fullshard.comm.buffers.allocator import Allocates
+from fullshard.comm.buffers.allocator import BufferMemory
 from fullshard.comm.layouts import views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.layouts.side_by_side import even_ranks
@@ -97,7 +97,7 @@ class BufferSource:
     ``BufferPool`` gives the same again instead.
     """
 
-    def take(self, comm: Allocates, layout: Layout, rank: int, device: torch.device) -> Buffer:
+    def take(self, comm: BufferMemory, layout: Layout, rank: int, device: torch.device) -> Buffer:
         """A buffer for ``layout``; its contents may be anything.
 
         Args:
@@ -170,9 +170,9 @@ class BufferPool(BlockPool, BufferSource):
         # By block, then by layout and rank. Both by identity: a step hashes no layout.
         self._made: dict[int, dict[tuple[int, int], Buffer]] = {}
 
-    def take(self, comm: Allocates, layout: Layout, rank: int, device: torch.device) -> Buffer:
+    def take(self, comm: BufferMemory, layout: Layout, rank: int, device: torch.device) -> Buffer:
         """A buffer in the smallest free block that holds it, or in a new one."""
-        if not getattr(comm, "reusable", False):
+        if not comm.reusable:
             return super().take(comm, layout, rank, device)
         spec = layout.buffer
         nbytes = layout.world_size * spec.slice_numel * spec.dtype.itemsize
@@ -198,7 +198,7 @@ class BufferPool(BlockPool, BufferSource):
 
 
 def allocate_from(
-    comm: Allocates, numel: int, *, dtype: torch.dtype, device: torch.device
+    comm: BufferMemory, numel: int, *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """A flat buffer from a collective's own ``allocate``.
 
@@ -208,7 +208,7 @@ def allocate_from(
     """
     buffer = comm.allocate((numel,), dtype=dtype, device=device)
     if not isinstance(buffer, torch.Tensor):
-        raise TypeError(f"{_allocates(comm)} gave a {type(buffer).__name__}; return a tensor.")
+        raise TypeError(f"{comm.allocates} gave a {type(buffer).__name__}; return a tensor.")
     if (
         buffer.shape != (numel,)
         or buffer.dtype is not dtype
@@ -217,16 +217,9 @@ def allocate_from(
         or buffer.storage_offset() * dtype.itemsize % 16
     ):
         raise ValueError(
-            f"{_allocates(comm)} gave {tuple(buffer.shape)} {buffer.dtype} on "
+            f"{comm.allocates} gave {tuple(buffer.shape)} {buffer.dtype} on "
             f"{buffer.device} at storage offset {buffer.storage_offset()}; asked for ({numel},) "
             f"{dtype} on {device}, contiguous, at an offset that is a multiple of 16 bytes. Return "
             "torch.empty(size, dtype=dtype, device=device) or the like."
         )
     return buffer
-
-
-def _allocates(comm: Allocates) -> str:
-    """The method that gives a collective its buffers, with its allocator, if it has one."""
-    allocator = getattr(comm, "allocator", None)
-    inner = "" if allocator is None else f" (its {type(allocator).__name__}.empty)"
-    return f"{type(comm).__name__}.allocate{inner}"

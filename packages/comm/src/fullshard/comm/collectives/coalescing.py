@@ -26,19 +26,13 @@ def coalescing_pays(layout: Layout, config: GatherConfig | ReduceConfig) -> bool
     """
     if layout.world_size == 1 or not config.streams.asynchronous_work:
         return False
-    limit = getattr(config.comm, "coalesced_up_to", None)
-    if limit is None:
-        return False
-    return 0 < layout.buffer.slice_nbytes <= (limit(config.process_group, config.device) or 0)
+    limit = config.collective.coalesced_up_to(config.process_group, config.device)
+    return 0 < layout.buffer.slice_nbytes <= limit
 
 
 def configs_coalesce(one: GatherConfig | ReduceConfig, other: GatherConfig | ReduceConfig) -> bool:
     """Whether collectives of two configs can be one: all but the configs' names is alike."""
-    return (
-        one == other
-        and type(one.comm) is type(other.comm)
-        and getattr(one.comm, "transport", one.comm) == getattr(other.comm, "transport", other.comm)
-    )
+    return one == other and one.collective.coalesces_with(other.collective)
 
 
 def coalesced_cap_mb(world_size: int) -> float:

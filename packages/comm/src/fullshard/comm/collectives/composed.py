@@ -1,14 +1,14 @@
 """The default collectives: a transport and an allocator, each of them replaceable.
 
-Owns: their composition, and what a transport can do beyond moving a buffer: the transport offers
-this only if the allocator is the default one and no subclass overrides ``__call__``. Refuses:
-choosing who moves the bytes of a process group (see ``same_host``), and what travels: that is the
-layout's (see ``TensorSpec``).
+The main classes are ``DefaultAllGather`` and ``DefaultReduceScatter``. They use the capabilities of
+a transport only with the default allocator, and if no subclass overrides ``__call__`` or
+``allocate``. ``same_host`` chooses the transport of a process group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -20,74 +20,65 @@ from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.required import require
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.same_host.same_host import AutomaticTransport
-from fullshard.comm.transports.collective import AllGather, ReduceScatter
-from fullshard.comm.transports.config import GatherConfig, ReduceConfig
-from fullshard.comm.transports.first_ranks import first_gatherer, first_reducer
+from fullshard.comm.transports.collective import AllGather, Collective, ReduceScatter, Route
 from fullshard.comm.transports.rank_order import is_reduction
 from fullshard.comm.transports.transport import (
+    GatherBuffer,
+    MovesBuffers,
     ProcessGroupTransport,
     SelfTransport,
     Transport,
+    WithoutCapabilities,
+    adapted,
 )
 
 __all__ = [
     "DefaultAllGather",
     "DefaultReduceScatter",
-    "choose_gather",
-    "choose_reduction",
     "default_all_gather",
     "default_reduce_scatter",
 ]
 
 
-class _Composed:
-    """The two choices, and what both default collectives do with them."""
+class _Composed(Collective):
+    """A transport and an allocator, and what both default collectives do with them."""
 
     def __init__(
-        self, *, transport: Transport | None = None, allocator: Allocator | None = None
+        self, *, transport: MovesBuffers | None = None, allocator: Allocator | None = None
     ) -> None:
-        self.transport: Transport = ProcessGroupTransport() if transport is None else transport
+        self.transport: MovesBuffers = ProcessGroupTransport() if transport is None else transport
         self.allocator: Allocator = CachingAllocator() if allocator is None else allocator
-        self._check()
-        # Whether several collectives may reuse memory from ``allocate``, one after another: only
-        # for the caching allocator; other allocators may have other rules.
-        self.reusable = isinstance(self.allocator, CachingAllocator)
-        own = cast("type[DefaultAllGather] | type[DefaultReduceScatter]", type(self)).__call__
-        composes = own in (DefaultAllGather.__call__, DefaultReduceScatter.__call__)
-        # Whether only the transport has to see each buffer.
-        self._direct = composes and self.transport.in_place
-        # Features that a transport has in addition to moving a buffer. The features are used only
-        # with the default allocator and without a subclass's own ``__call__``. Every feature is a
-        # collective call.
-        self._plain = composes and self.reusable
-        offers = self.transport if self._plain else None
-        self.open_shared_buffer = getattr(offers, "open_shared_buffer", _nothing)
-        self.parts_reducer = getattr(offers, "parts_reducer", _nothing)
-        self.coalesced_up_to = getattr(offers, "coalesced_up_to", _nothing)
-
-    def _check(self) -> None:
-        require(Transport, self.transport)
-        in_place = getattr(self.transport, "in_place", None)
-        if not isinstance(in_place, bool):
-            raise TypeError(
-                f"got {type(self.transport).__name__}, which is no Transport: its in_place is "
-                f"{in_place!r}; it must be True where a gather's input may be this rank's slice of "
-                "its output, else False."
-            )
+        self._moves = adapted(self.transport)
         require(Allocator, self.allocator)
+        # Other allocators may have other rules for the reuse of their memory.
+        self.reusable = isinstance(self.allocator, CachingAllocator)
+        # A subclass's own methods see every buffer: the transport is never called in their place.
+        own = cast("type[DefaultAllGather] | type[DefaultReduceScatter]", type(self))
+        calls = DefaultAllGather.__call__, DefaultReduceScatter.__call__
+        self._composes = own.__call__ in calls and own.allocate is _Composed.allocate
+        # The capabilities of the transport, which most need the default allocator.
+        offers = self._composes and self.reusable
+        self._offers = self._moves if offers else WithoutCapabilities(self.transport)
 
-    def serving(self, group: dist.ProcessGroup, device: torch.device) -> Transport | None:
-        """The transport to be called instead of this object; None: nobody. A collective call.
+    @property
+    def _comm(self) -> AllGather | ReduceScatter:  # type: ignore[override]  # no cycle
+        return cast("AllGather | ReduceScatter", self)
 
-        The transport is called directly if buffers are sent unchanged and no subclass overrides
-        ``__call__``.
-        """
-        if not self._direct:
-            return None
-        transport = self.transport
-        if type(transport) is AutomaticTransport:
-            return transport.chosen(group, device)
-        return transport
+    @property
+    def mover(self) -> object:
+        """The object that moves the bytes, for messages."""
+        return self.transport
+
+    @property
+    def allocates(self) -> str:
+        """The name of the method that allocates buffers, for messages."""
+        allocator = type(self.allocator).__name__
+        return f"{type(self).__name__}.allocate (its {allocator}.empty)"
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the user chose neither the collective nor its transport."""
+        return self._composes and self._moves.is_automatic
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -95,12 +86,47 @@ class _Composed:
         """A tensor from the allocator."""
         return self.allocator.empty(size, dtype=dtype, device=device)
 
-    def aliases_input(self, group: dist.ProcessGroup) -> bool:
-        """Whether the output of a collective may be its input, so that nothing is moved.
+    def coalesces_with(self, other: Collective) -> bool:
+        """Whether both only call transports that are equal."""
+        return (
+            isinstance(other, _Composed)
+            and self._composes
+            and other._composes
+            and self.transport == other.transport
+        )
 
-        True for *self* with the default allocator, unless a subclass overrides ``__call__``.
-        """
-        return type(self.transport) is SelfTransport and group.size() == 1 and self._plain
+    def aliases_input(self, process_group: dist.ProcessGroup) -> bool:
+        """Whether the output of a collective may be its input, so that nothing is moved."""
+        return self._offers.aliases_input(process_group)
+
+    def coalesced_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
+        """The size of a rank's slice, in bytes, up to which collectives share a launch."""
+        return self._offers.coalesced_up_to(process_group, device)
+
+    def open_shared_buffer(
+        self, process_group: dist.ProcessGroup, nbytes: int
+    ) -> GatherBuffer | None:
+        """Memory that all ranks map, if the transport has it; else None. A collective call."""
+        return self._offers.open_shared_buffer(process_group, nbytes)
+
+    def gather_route(self, process_group: dist.ProcessGroup, device: torch.device) -> Route:
+        """The transport, called directly if buffers are sent unchanged."""
+        if not (self._composes and self._moves.in_place):
+            return super().gather_route(process_group, device)
+        transport = self._moves.resolve(process_group, device)
+        narrow = transport.narrow_gather(device) if self.reusable else None
+        return Route(transport.all_gather, narrow)
+
+    def reduce_route(
+        self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
+    ) -> Route:
+        """The transport, called directly for known operations."""
+        parts = self._offers.parts_reducer(process_group, device, op)
+        if not (self._composes and is_reduction(op)):
+            return replace(super().reduce_route(process_group, device, op), parts=parts)
+        transport = self._moves.resolve(process_group, device)
+        narrow = transport.narrow_reduce(process_group, device) if self.reusable else None
+        return Route(transport.reduce_scatter, narrow, parts)
 
     def __repr__(self) -> str:
         """The class and its two choices."""
@@ -130,8 +156,7 @@ class DefaultAllGather(_Composed, AllGather):
             return self.transport.all_gather(output_tensor, input_tensor, group, async_op)
         own = input_tensor.clone()
         work = self.transport.all_gather(output_tensor, own, group, async_op)
-        kept = partial(_nothing, own)  # the copy, until the work is waited for
-        return None if work is None else SeveralWorks((work,), kept)
+        return None if work is None else SeveralWorks((work,), partial(_keep, own))
 
 
 class DefaultReduceScatter(_Composed, ReduceScatter):
@@ -157,39 +182,8 @@ class DefaultReduceScatter(_Composed, ReduceScatter):
         return self.transport.reduce_scatter(output_tensor, input_tensor, group, op, async_op)
 
 
-def choose_gather(config: GatherConfig) -> None:
-    """Choose the functions that implement the collectives; see ``Dispatch``. A collective call."""
-    comm, chosen, transport = config.comm, config.chosen, None
-    if isinstance(comm, DefaultAllGather):
-        transport = comm.serving(config.process_group, config.device)
-        if transport is not None and comm.reusable:
-            chosen.narrow_launch = first_gatherer(transport, config.device)
-    names = ("output_tensor", "input_tensor", "group", "async_op")
-    chosen.launch = _by_name(comm, names) if transport is None else transport.all_gather
-
-
-def choose_reduction(config: ReduceConfig) -> None:
-    """Choose the functions that implement the collectives; see ``Dispatch``. A collective call."""
-    comm, group, op = config.comm, config.process_group, config.scaling.op
-    chosen, transport = config.chosen, None
-    if isinstance(comm, DefaultReduceScatter) and is_reduction(op):
-        transport = comm.serving(group, config.device)
-        if transport is not None and comm.reusable:
-            chosen.narrow_launch = first_reducer(transport, group, config.device)
-    chosen.parts = getattr(comm, "parts_reducer", _nothing)(group, config.device, op)
-    names = ("output_tensor", "input_tensor", "group", "op", "async_op")
-    chosen.launch = _by_name(comm, names) if transport is None else transport.reduce_scatter
-
-
-def _by_name(
-    comm: AllGather | ReduceScatter, names: Sequence[str]
-) -> Callable[..., dist.Work | None]:
-    """Return a function that calls a collective by the names of its arguments."""
-    return lambda *given: comm(**dict(zip(names, given, strict=True)))
-
-
-def _nothing(*arguments: object) -> None:
-    """Do nothing: the default for features that a transport lacks."""
+def _keep(*tensors: torch.Tensor) -> None:
+    """Do nothing: the arguments of this call keep the tensors alive until then."""
 
 
 def default_all_gather(process_group: dist.ProcessGroup) -> DefaultAllGather:

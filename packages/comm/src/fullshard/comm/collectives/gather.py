@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer
-from fullshard.comm.collectives.composed import choose_gather
 from fullshard.comm.collectives.launching import launch, release, tell, wait_for
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
@@ -26,6 +25,7 @@ from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
+from fullshard.comm.transports.collective import EPOCH, Route
 from fullshard.comm.transports.config import GatherConfig
 from fullshard.comm.transports.first_ranks import for_first_ranks
 
@@ -126,7 +126,9 @@ class OwnShards:
         self._coded = [(place, coded[place], shards[place]) for place in held if place in coded]
         self._places = [place for place in held if place not in coded]
         self._sources = [shards[place] for place in self._places]
-        self._few = None if layout.mask_numel else for_first_ranks(layout)
+        self._narrow = None if layout.mask_numel else for_first_ranks(layout)
+        self._route: Route | None = None  # of gathers by ``_routed``
+        self._routed: GatherConfig | None = None
         self._flat = [] if traits_of(config.device).list_kernels else _end_to_end(shards, layout)
         self._numel = sum(map(torch.numel, self._flat))
 
@@ -146,23 +148,34 @@ class OwnShards:
 
     def gather(self, config: GatherConfig, *, async_op: bool = False) -> AllGatherInFlight:
         """The gather in flight of these and all other ranks'; see ``foreach_all_gather``."""
-        layout, chosen, streams = self.layout, config.chosen, config.streams
+        layout, group, streams = self.layout, config.process_group, config.streams
         with named_range("all_gather", config.name) if is_profiled() else NOTHING:
             if DEBUGGED:
-                check_layout(EventKind.ALL_GATHER, config.name, layout, config.process_group)
-            if chosen.launch is None:
-                choose_gather(config)
-            few = None if chosen.narrow_launch is None else self._few
+                check_layout(EventKind.ALL_GATHER, config.name, layout, group)
+            route = self._route
+            if route is None or self._routed is not config or route.epoch != EPOCH[0]:
+                route = config.collective.gather_route(group, config.device)
+                self._route, self._routed = route, config
+            rank, work = self._rank, None
+            narrow = None if route.narrow_launch is None else self._narrow
+            if narrow is not None:
+                layout, rank = narrow, min(rank, narrow.world_size - 1)
             with streams.use(streams.copy_in):
-                rank = self._rank if few is None else min(self._rank, few.world_size - 1)
-                buffer = config.source.take(config.comm, few or layout, rank, config.device)
+                buffer = config.source.take(config.collective, layout, rank, config.device)
                 self.pack(buffer)
                 packed = streams.record(streams.copy_in)
+            output = buffer.tensor
+            if LISTENERS:
+                tell(config, EventKind.ALL_GATHER, buffer.slice.nbytes, output.nbytes)
             with streams.use(streams.gather):
                 streams.gather.wait_event(packed)
-                work = _launch(buffer, config, async_op or streams.asynchronous_work)
+                if narrow is not None and route.narrow_launch is not None:
+                    work = launch(config, route.narrow_launch, buffer, group)
+                elif output.numel():  # equal on all ranks, so no rank waits for an empty collective
+                    asynchronous = async_op or streams.asynchronous_work
+                    work = launch(config, route.launch, output, buffer.slice, group, asynchronous)
                 event = streams.record(streams.gather)
-            return AllGatherInFlight(layout, config, buffer, work, event, self.tensors)
+            return AllGatherInFlight(self.layout, config, buffer, work, event, self.tensors)
 
 
 def _end_to_end(shards: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
@@ -255,19 +268,6 @@ def foreach_all_gather(
         CollectiveMismatchError: in debug mode, if the ranks did not come to the same collective.
     """
     return OwnShards(shards, layout, config).gather(config, async_op=async_op)
-
-
-def _launch(buffer: Buffer, config: GatherConfig, async_op: bool) -> dist.Work | None:
-    """The collective of a packed buffer, and its handle unless it is over."""
-    chosen, group, output = config.chosen, config.process_group, buffer.tensor
-    if LISTENERS:
-        tell(config, EventKind.ALL_GATHER, buffer.slice.nbytes, output.nbytes)
-    if output.numel() == 0:
-        return None  # true on all ranks, so no rank waits
-    if chosen.narrow_launch is not None and buffer.layout.world_size < group.size():
-        return launch(config, chosen.narrow_launch, buffer, group)
-    assert chosen.launch is not None, "it was chosen"
-    return launch(config, chosen.launch, output, buffer.slice, group, async_op)
 
 
 def foreach_all_gather_copy_out(

@@ -15,7 +15,6 @@ from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.runtime.observer import EventKind, emit
 from fullshard.comm.runtime.streams import Stream
 from fullshard.comm.same_host.shared_signals import PeerLostError
-from fullshard.comm.transports.collective import no_work
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 
 __all__ = ["launch", "release", "tell", "wait_for"]
@@ -35,8 +34,8 @@ def launch(
     except PeerLostError as error:
         error.say_where(config.what, config.name)
         raise
-    if work is not None and not hasattr(work, "wait"):
-        raise no_work(config.comm, work)
+    if work is not None and not isinstance(work, dist.Work):
+        config.collective.require_work(work)
     return work
 
 

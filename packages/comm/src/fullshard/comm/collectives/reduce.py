@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer, allocate_from
 from fullshard.comm.buffers.packing import pack_gradients, scale_result
-from fullshard.comm.collectives.composed import choose_reduction
 from fullshard.comm.collectives.launching import launch, tell, wait_for
 from fullshard.comm.debug.debug import DEBUGGED, check_layout, is_debugging
 from fullshard.comm.debug.poison import check_unpoisoned
@@ -28,6 +27,7 @@ from fullshard.comm.runtime.observer import LISTENERS, EventKind
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.runtime.works import SeveralWorks, is_over
+from fullshard.comm.transports.collective import EPOCH, Route
 from fullshard.comm.transports.config import ReduceConfig
 from fullshard.comm.transports.contribution import Contribution, PartsReducer
 from fullshard.comm.transports.first_ranks import for_first_ranks
@@ -82,8 +82,10 @@ class ReduceInFlight:
 
     def allocate(self) -> torch.Tensor:
         """Memory for this rank's slice of the result, asked for once."""
-        comm, device, spec = self.plan.config.comm, self.plan.config.device, self.plan.layout.buffer
-        self.given = allocate_from(comm, spec.slice_numel, dtype=spec.dtype, device=device)
+        config, spec = self.plan.config, self.plan.layout.buffer
+        self.given = allocate_from(
+            config.collective, spec.slice_numel, dtype=spec.dtype, device=config.device
+        )
         return self.given
 
     def land(self) -> None:
@@ -136,7 +138,7 @@ def take_input(config: ReduceConfig, layout: Layout, rank: int) -> Buffer:
     """
     streams = config.streams
     with streams.use(streams.inputs):
-        packed = config.source.take(config.comm, layout, rank, config.device)
+        packed = config.source.take(config.collective, layout, rank, config.device)
     streams.current().wait_event(streams.record(streams.inputs))
     return packed
 
@@ -159,7 +161,8 @@ class ReducePlan:
         self.config = config
         self._rank = checks.check_world(layout, config.process_group, config.name)
         checks.check_reducible(layout, config.name)
-        self._few = for_first_ranks(layout)
+        self._narrow = for_first_ranks(layout)
+        self._route: Route | None = None
         self._plan = views.shard_plan(layout, self._rank)
 
     @torch.no_grad()
@@ -170,19 +173,23 @@ class ReducePlan:
         """
         layout, config, streams = self.layout, self.config, self.config.streams
         with named_range("post_backward_reduce", config.name) if is_profiled() else NOTHING:
-            chosen, group, op = config.chosen, config.process_group, config.scaling.op
+            group, op = config.process_group, config.scaling.op
             if DEBUGGED and is_debugging():
                 check_unpoisoned(gradients, config.name)
                 check_layout(EventKind.REDUCE_SCATTER, config.name, layout, group, config.scaling)
-            if chosen.launch is None:
-                choose_reduction(config)
-            if chosen.parts is not None and layout.buffer.slice_numel:
-                in_parts = self._launch_parts(gradients, chosen.parts)
+            route = self._route
+            if route is None or route.epoch != EPOCH[0]:
+                route = config.collective.reduce_route(group, config.device, op)
+                self._route = route
+            if route.parts is not None and layout.buffer.slice_numel:
+                in_parts = self._launch_parts(gradients, route.parts)
                 if in_parts is not None:
                     return in_parts
-            few = None if chosen.narrow_launch is None else self._few
-            rank = self._rank if few is None else min(self._rank, few.world_size - 1)
-            packed = take_input(config, few or layout, rank)
+            narrow, rank = None, self._rank
+            if route.narrow_launch is not None and self._narrow is not None:
+                narrow = self._narrow
+                layout, rank = narrow, min(rank, narrow.world_size - 1)
+            packed = take_input(config, layout, rank)
             pack_gradients(packed, gradients, config.scaling)
             gradients.clear()
             if LISTENERS:
@@ -192,27 +199,25 @@ class ReducePlan:
             with streams.use(streams.reduce):
                 streams.reduce.wait_event(flight.event)
                 output = flight.allocate()
-                if few is not None:
-                    work = self._launch_to_first(packed, output)
+                if narrow is not None and route.narrow_launch is not None:
+                    work = launch(config, route.narrow_launch, packed, group, op)
+                    work = self._from_first(packed, output, work)
                 elif given.numel():  # equal on all ranks, so no rank waits for an empty collective
-                    assert chosen.launch is not None, "it was chosen"
                     async_op = streams.asynchronous_work
-                    work = launch(config, chosen.launch, output, given, group, op, async_op)
+                    work = launch(config, route.launch, output, given, group, op, async_op)
                 flight.launched(work)
             return flight
 
-    def _launch_to_first(self, packed: Buffer, output: torch.Tensor) -> dist.Work:
-        """The handle of a collective to the few that get a part; see ``first_ranks``."""
-        config, layout = self.config, self.layout
-        assert config.chosen.narrow_launch is not None, "it was chosen"
-        group, op = config.process_group, config.scaling.op
-        work = launch(config, config.chosen.narrow_launch, packed, group, op)
+    def _from_first(
+        self, packed: Buffer, output: torch.Tensor, work: dist.Work | None
+    ) -> dist.Work:
+        """The handle of a collective to the first ranks, of which this one takes its part."""
 
         def land() -> None:
             if self._rank < packed.layout.world_size:
                 output.copy_(packed.slice)
             else:  # every rank asks for the mask
-                views.own_mask(output, layout).copy_(packed.mask[0])
+                views.own_mask(output, self.layout).copy_(packed.mask[0])
 
         return SeveralWorks(() if work is None else (work,), land)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from fullshard.comm.same_host.shared_group import SharedBuffer, known_group, sha
 from fullshard.comm.same_host.shared_memory import SharedMemoryTransport
 from fullshard.comm.same_host.shared_signals import NoRoomError, SharedMemoryError
 from fullshard.comm.transports.all_to_all import AllToAllTransport
-from fullshard.comm.transports.config import choose_anew
+from fullshard.comm.transports.collective import EPOCH
 from fullshard.comm.transports.contribution import Contribution
 from fullshard.comm.transports.rank_order import is_reduction
 from fullshard.comm.transports.transport import (
@@ -48,21 +47,7 @@ _COALESCED_UP_TO = 64 << 10
 """Bytes of one rank's slice: half of what the input of two ranks measures in ``all_to_all``."""
 
 
-class _Choice(Transport, Protocol):
-    """The interface of transports that this module chooses; a user's own may have less."""
-
-    def all_reduce(
-        self,
-        tensor: torch.Tensor,
-        op: ReduceOp,
-        process_group: dist.ProcessGroup,
-        async_op: bool,
-        /,
-    ) -> dist.Work | None:
-        """Every rank's ``tensor`` reduced, in place."""
-
-
-_choices: weakref.WeakKeyDictionary[dist.ProcessGroup, _Choice] = weakref.WeakKeyDictionary()
+_choices: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
 _enabled = True
 
 
@@ -80,7 +65,7 @@ def set_shared_memory(enabled: bool) -> None:
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled is {enabled!r}, a {type(enabled).__name__}; pass True or False")
     _enabled = enabled
-    choose_anew()
+    EPOCH[0] += 1
 
 
 def same_host_transport(process_group: dist.ProcessGroup) -> Transport:
@@ -95,7 +80,7 @@ def same_host_transport(process_group: dist.ProcessGroup) -> Transport:
     return _choice(process_group)
 
 
-def _choice(process_group: dist.ProcessGroup) -> _Choice:
+def _choice(process_group: dist.ProcessGroup) -> Transport:
     choice = _choices.get(process_group)
     if choice is None:
         choice = _choices[process_group] = _choose(process_group)
@@ -110,7 +95,7 @@ def shares_memory(process_group: dist.ProcessGroup, device: torch.device) -> boo
     return _enabled and traits_of(device).shared_memory and _choices.get(process_group) is _SHARED
 
 
-def _choose(process_group: dist.ProcessGroup) -> _Choice:
+def _choose(process_group: dist.ProcessGroup) -> Transport:
     if process_group.size() == 1:
         return SelfTransport()
     if compat.backend_names(process_group, _CPU) != ("gloo",):
@@ -123,7 +108,7 @@ def _choose(process_group: dist.ProcessGroup) -> _Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class AutomaticTransport:
+class AutomaticTransport(Transport):
     """The transport that ``same_host_transport`` chooses, or the group's own where memory is short.
 
     The choice is looked up at each collective; ranks find each other at the first. A
@@ -132,11 +117,11 @@ class AutomaticTransport:
     """
 
     @property
-    def in_place(self) -> bool:
-        """True, as for both."""
+    def is_automatic(self) -> bool:
+        """True."""
         return True
 
-    def chosen(self, process_group: dist.ProcessGroup, device: torch.device) -> Transport:
+    def resolve(self, process_group: dist.ProcessGroup, device: torch.device) -> Transport:
         """Return the transport for ``device`` until ``set_shared_memory`` is called: to be kept.
 
         Itself where that is shared memory, for which there may be no room. A collective call.
@@ -205,7 +190,7 @@ class AutomaticTransport:
         if not traits_of(device).shared_memory:
             return 0
         choice = same_host_transport(process_group) if _enabled else _OWN
-        return _COALESCED_UP_TO if isinstance(choice, ProcessGroupTransport) else 0
+        return _COALESCED_UP_TO if choice in (_OWN, _ALL_TO_ALL) else 0
 
     def parts_reducer(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
@@ -229,7 +214,7 @@ class AutomaticTransport:
             return None
 
 
-def _transport_for(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> _Choice:
+def _transport_for(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> Transport:
     if not _enabled or not traits_of(tensor.device).shared_memory or tensor.numel() == 0:
         return _OWN
     return _choice(process_group)

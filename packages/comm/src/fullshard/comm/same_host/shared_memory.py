@@ -27,13 +27,13 @@ from fullshard.comm.same_host.shared_regions import (
 from fullshard.comm.same_host.shared_signals import MessageKind
 from fullshard.comm.transports.contribution import Contribution
 from fullshard.comm.transports.rank_order import check_reduction
-from fullshard.comm.transports.transport import SelfTransport
+from fullshard.comm.transports.transport import SelfTransport, Transport
 
 __all__ = ["SharedMemoryTransport"]
 
 
 @dataclass(frozen=True, slots=True)
-class SharedMemoryTransport:
+class SharedMemoryTransport(Transport):
     """Shared memory, for CPU tensors and process groups whose ranks are processes of one host.
 
     Each rank writes what the others need once, and they read it from there: a gather moves no byte
@@ -45,11 +45,6 @@ class SharedMemoryTransport:
     before; it is freed with the process group. No memory stays allocated after the ranks end, for
     any reason. A rank that ends while others wait for it is named by a ``PeerLostError``.
     """
-
-    @property
-    def in_place(self) -> bool:
-        """True: a gather's input may be this rank's slice of its output."""
-        return True
 
     def all_gather(
         self,

@@ -16,14 +16,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.buffers.buffers import BlockPool
+from fullshard.comm.buffers.buffers import BlockPool, Buffer
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.works import SeveralWorks
+from fullshard.comm.transports.first_ranks import broadcast_slices
 from fullshard.comm.transports.pairwise import exchange, is_served
 from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
-from fullshard.comm.transports.transport import ProcessGroupTransport
+from fullshard.comm.transports.transport import NarrowLaunch, ProcessGroupTransport
 
 __all__ = ["AllToAllTransport", "all_to_all"]
 
@@ -125,6 +126,23 @@ class AllToAllTransport(ProcessGroupTransport):
             return reducing
         reducing.wait()
         return None
+
+    def narrow_gather(self, device: torch.device) -> NarrowLaunch | None:
+        """Return one broadcast for each slice, on devices without streams."""
+        return None if traits_of(device).streams else broadcast_slices
+
+    def narrow_reduce(
+        self, process_group: dist.ProcessGroup, device: torch.device
+    ) -> NarrowLaunch | None:
+        """Return one all-to-all, in which ranks without a slice receive the mask."""
+        return None if traits_of(device).streams else self._reduce_slices
+
+    def _reduce_slices(
+        self, packed: Buffer, process_group: dist.ProcessGroup, op: ReduceOp
+    ) -> dist.Work:
+        slices = packed.all_slices
+        parts = [*slices, *[packed.mask[0]] * (process_group.size() - len(slices))]
+        return self.reduce_parts_of(parts, process_group, op)
 
     def reduce_parts_of(
         self, parts: Sequence[torch.Tensor], process_group: dist.ProcessGroup, op: ReduceOp

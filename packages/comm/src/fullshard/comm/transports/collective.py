@@ -1,22 +1,25 @@
-"""The two collectives as objects: what they need is to allocate, and to be called.
+"""The two collectives as objects: they allocate buffers, and they are called.
 
-Owns: the interfaces ``AllGather`` and ``ReduceScatter``, with torch's signatures, and the errors of
-what does not have them. Classes that users wrote for torch's ``fully_shard`` plug in unchanged:
-nothing here tests ``isinstance``. Refuses: knowing a layout: a collective sees flat buffers.
+``AllGather`` and ``ReduceScatter`` are the interfaces, with torch's signatures. A user's own object
+needs only their methods; ``Collective`` adapts it once, and states the capabilities of all others.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.allocator import Allocates
 from fullshard.comm.layouts.scaling import ReduceOp
+from fullshard.comm.transports.contribution import PartsReducer
+from fullshard.comm.transports.transport import GatherBuffer, NarrowLaunch
 
-__all__ = ["AllGather", "ReduceScatter", "no_work"]
+__all__ = ["EPOCH", "AllGather", "Collective", "ReduceScatter", "Route"]
 
 
 class AllGather(Allocates, Protocol):
@@ -59,10 +62,110 @@ class ReduceScatter(Allocates, Protocol):
         """
 
 
-def no_work(comm: AllGather | ReduceScatter, answer: object) -> TypeError:
-    """The error for a collective that gave neither a work handle nor None."""
-    choice = getattr(comm, "transport", comm)  # a composed one passes on its transport's
-    return TypeError(
-        f"{type(choice).__name__} gave {answer!r}; it must give None once it is done, or a work "
-        "handle whose wait() finishes it."
-    )
+EPOCH = [0]
+"""One number, which grows when settings change that decide between transports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The functions that implement the collectives of one process group, device and operation.
+
+    Attributes:
+        launch: takes a collective's tensors, process group (operation) and ``async_op``, in this
+            order.
+        narrow_launch: replaces ``launch`` where only the first ranks hold data; see
+            ``Transport.narrow_gather`` and ``narrow_reduce``.
+        parts: reduces gradients that are not packed, if possible.
+        epoch: the value of ``EPOCH`` at the resolution. A route of an earlier epoch is stale.
+    """
+
+    launch: Callable[..., dist.Work | None]
+    narrow_launch: NarrowLaunch | None = None
+    parts: PartsReducer | None = None
+    epoch: int = field(default_factory=lambda: EPOCH[0])
+
+
+class Collective:
+    """The capabilities of a collective, as the engine asks for them.
+
+    The defaults are those of a collective of a user's own: it is called, and does nothing else.
+
+    Attributes:
+        reusable: whether memory from ``allocate`` may be reused for later collectives.
+    """
+
+    reusable = False
+
+    def __init__(self, comm: AllGather | ReduceScatter) -> None:
+        """Adapt ``comm``, which has the methods of its interface."""
+        self._comm = comm
+        self.allocate = comm.allocate
+
+    @staticmethod
+    def of(comm: AllGather | ReduceScatter) -> Collective:
+        """Return ``comm`` if it states its capabilities, else an object that does."""
+        return comm if isinstance(comm, Collective) else Collective(comm)
+
+    @property
+    def mover(self) -> object:
+        """The object that moves the bytes, for messages."""
+        return self._comm
+
+    @property
+    def allocates(self) -> str:
+        """The name of the method that allocates buffers, for messages."""
+        return f"{type(self._comm).__name__}.allocate"
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the user chose neither the collective nor its transport."""
+        return False
+
+    def coalesces_with(self, other: Collective) -> bool:
+        """Return whether one launch of either may move the buffers of both."""
+        return False
+
+    def aliases_input(self, process_group: dist.ProcessGroup) -> bool:
+        """Return whether the output may be the input, so that nothing moves."""
+        return False
+
+    def coalesced_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
+        """Return the size of a rank's slice, in bytes, up to which collectives share a launch."""
+        return 0
+
+    def open_shared_buffer(
+        self, process_group: dist.ProcessGroup, nbytes: int
+    ) -> GatherBuffer | None:
+        """Return memory that all ranks map, or None on all ranks. A collective call."""
+        return None
+
+    def gather_route(self, process_group: dist.ProcessGroup, device: torch.device) -> Route:
+        """Return the functions that gather. A collective call at a process group's first time."""
+        names = ("output_tensor", "input_tensor", "group", "async_op")
+        return Route(_by_name(self._comm, names))
+
+    def reduce_route(
+        self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
+    ) -> Route:
+        """Return the functions that reduce. A collective call at a process group's first time."""
+        names = ("output_tensor", "input_tensor", "group", "op", "async_op")
+        return Route(_by_name(self._comm, names))
+
+    def require_work(self, answer: Any) -> None:
+        """Require that the answer of a collective is a work handle.
+
+        Raises:
+            TypeError: if it is not.
+        """
+        if not callable(getattr(answer, "wait", None)):  # a work handle of a user's own, perhaps
+            raise TypeError(
+                f"{type(self.mover).__name__} gave {answer!r}; it must give None once it is done, "
+                "or a work handle whose wait() finishes it."
+            )
+
+
+def _by_name(
+    comm: AllGather | ReduceScatter, names: Sequence[str]
+) -> Callable[..., dist.Work | None]:
+    """Return a function that calls a collective by the names of its arguments."""
+    return lambda *given: comm(**dict(zip(names, given, strict=True)))

@@ -1,14 +1,12 @@
 """Configuration that collectives share: the collective, ranks, streams, device and buffers.
 
-Owns: the configuration that a caller makes once and passes to each call, and the implementation of
-these calls. The first call, which all ranks join, chooses the implementation. Refuses: anything
-that differs between calls.
+The main classes are ``GatherConfig`` and ``ReduceConfig``, which a caller makes once and passes to
+each call. ``collective`` adapts a user's own collective; anything that differs between calls is an
+argument of the call.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,53 +16,26 @@ import torch.distributed as dist
 from fullshard.comm.buffers.buffers import BufferSource
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime.streams import CommStreams, canonical_device
-from fullshard.comm.transports.collective import AllGather, ReduceScatter
-from fullshard.comm.transports.contribution import PartsReducer
+from fullshard.comm.transports.collective import AllGather, Collective, ReduceScatter
 
-__all__ = ["Dispatch", "GatherConfig", "ReduceConfig", "choose_anew"]
-
-
-class Dispatch:
-    """The functions that implement the collectives of a config.
-
-    Attributes:
-        launch: takes a collective's tensors, process group (operation) and ``async_op``, in this
-            order; None until it is chosen.
-        narrow_launch: replaces ``launch`` where only the first ranks hold data. It takes the buffer
-            of their slices and the process group (and operation). See ``first_ranks``.
-        parts: reduces gradients that are not packed, if possible.
-    """
-
-    def __init__(self) -> None:
-        """Start with no choice."""
-        self.launch: Callable[..., dist.Work | None] | None = None
-        self.narrow_launch: Callable[..., dist.Work | None] | None = None
-        self.parts: PartsReducer | None = None
-        _all_chosen.add(self)
-
-
-_all_chosen: weakref.WeakSet[Dispatch] = weakref.WeakSet()
-
-
-def choose_anew() -> None:
-    """Let every config choose again at its next collective; on all ranks alike."""
-    for each in _all_chosen:
-        each.launch = None
+__all__ = ["GatherConfig", "ReduceConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Shared:
-    """Settings that gathers and reductions share."""
+    """Settings that gathers and reductions share; ``collective`` states what ``comm`` can do."""
 
+    comm: AllGather | ReduceScatter = field(compare=False)
     process_group: dist.ProcessGroup
     streams: CommStreams
     device: torch.device
     name: str = field(default="", compare=False)
     source: BufferSource = field(default_factory=BufferSource)
-    chosen: Dispatch = field(default_factory=Dispatch, init=False, repr=False, compare=False)
+    collective: Collective = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Name the device as tensors do, so that comparing is one comparison."""
+        """Adapt the collective, and name the device as tensors do."""
+        object.__setattr__(self, "collective", Collective.of(self.comm))
         object.__setattr__(self, "device", canonical_device(self.device))
 
 

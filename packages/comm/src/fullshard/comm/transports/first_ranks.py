@@ -1,7 +1,7 @@
 """Broadcasts each holder's slice instead of gathering equal slices, where few ranks hold anything.
 
-Owns the question when that is done, and the launches. Refuses: devices with streams, where nothing
-was measured, and collectives that are to see each buffer.
+``for_first_ranks`` decides when that is done. Transports offer the launches (``narrow_gather``,
+``narrow_reduce``) on devices without streams; with streams nothing was measured.
 
 [Note: collectives of the first ranks] If a tensor of 32 rows is cut over 1024 ranks, the first 32
 ranks hold it; a gather of equal slices moves 31 slices of padding for each that holds something,
@@ -17,10 +17,8 @@ time at world 1024 (0.14 of torch's; 0.24 without it, on the same machine) and i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import cast
 
-import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer
@@ -28,14 +26,9 @@ from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.layouts.rank_major import RankMajorLayout
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.works import SeveralWorks
-from fullshard.comm.transports.all_to_all import AllToAllTransport
-from fullshard.comm.transports.transport import ProcessGroupTransport, Transport
 
-__all__ = ["first_gatherer", "first_reducer", "for_first_ranks"]
-
-_Launch = Callable[..., dist.Work | None]
+__all__ = ["all_reduce_slices", "broadcast_slices", "for_first_ranks"]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,44 +50,13 @@ def for_first_ranks(layout: Layout) -> RankMajorLayout | None:
     return few
 
 
-def first_gatherer(transport: Transport, device: torch.device) -> _Launch | None:
-    """Return the function that gathers the slices of the first ranks, or None if there is none.
-
-    Called with the buffer of their slices and the process group.
-    """
-    known = type(transport) in (ProcessGroupTransport, AllToAllTransport)
-    return _broadcast if known and not traits_of(device).streams else None
-
-
-def first_reducer(
-    transport: Transport, process_group: dist.ProcessGroup, device: torch.device
-) -> _Launch | None:
-    """Return the function that reduces to the first ranks; None over gloo, which uses a ring.
-
-    Called with the packed buffer of their slices, the process group and the operation. In flight:
-    in a rank's own slice, everyone's reduced; on ranks without one, in the mask of the first slice,
-    everyone's. Other elements are undefined.
-    """
-    if traits_of(device).streams:
-        return None
-    if type(transport) is AllToAllTransport:
-        return _all_to_all
-    gloo = compat.backend_names(process_group, device) == ("gloo",)
-    return _all_reduce if type(transport) is ProcessGroupTransport and not gloo else None
-
-
-def _broadcast(buffer: Buffer, process_group: dist.ProcessGroup) -> dist.Work:
+def broadcast_slices(buffer: Buffer, process_group: dist.ProcessGroup) -> dist.Work:
     """Broadcast each slice."""
     return SeveralWorks(compat.broadcast_list(buffer.all_slices, process_group))
 
 
-def _all_to_all(packed: Buffer, process_group: dist.ProcessGroup, op: ReduceOp) -> dist.Work:
-    """Reduce by one all-to-all, in which ranks without a slice receive the mask."""
-    slices = packed.all_slices
-    parts = [*slices, *[packed.mask[0]] * (process_group.size() - len(slices))]
-    return AllToAllTransport().reduce_parts_of(parts, process_group, op)
-
-
-def _all_reduce(packed: Buffer, process_group: dist.ProcessGroup, op: ReduceOp) -> dist.Work | None:
+def all_reduce_slices(
+    packed: Buffer, process_group: dist.ProcessGroup, op: ReduceOp
+) -> dist.Work | None:
     """Reduce the slices, which are few, by an all-reduce: twice their bytes, in one launch."""
     return cast("dist.Work | None", dist.all_reduce(packed.tensor, op, process_group, True))

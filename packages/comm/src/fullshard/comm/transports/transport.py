@@ -1,36 +1,49 @@
 """Transports, which move the bytes of collectives.
 
-Owns: one of the three independent choices of a collective. Refuses: allocating and encoding: it is
-handed finished flat buffers.
+The main class is ``Transport``: two methods that move buffers, and capabilities with defaults. A
+transport gets complete flat buffers; ``buffers`` allocates them and ``layouts`` encodes tensors.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
+from fullshard.comm.runtime.devices import traits_of
+from fullshard.comm.runtime.required import require
+from fullshard.comm.transports.contribution import PartsReducer
+from fullshard.comm.transports.first_ranks import all_reduce_slices, broadcast_slices
 
 __all__ = [
     "GatherBuffer",
+    "MovesBuffers",
+    "NarrowLaunch",
     "ProcessGroupTransport",
     "SelfTransport",
     "Transport",
+    "WithoutCapabilities",
+    "adapted",
 ]
 
+NarrowLaunch = Callable[..., dist.Work | None]
+"""Launches a collective of which only the first ranks hold data; see ``first_ranks``."""
 
-class Transport(Protocol):
-    """Moves flat contiguous buffers between the ranks of a process group."""
+
+class MovesBuffers(Protocol):
+    """The methods that every transport has, whatever its base class."""
 
     @property
     def in_place(self) -> bool:
         """Whether a gather's input may be this rank's slice of its output."""
 
+    @abstractmethod
     def all_gather(
         self,
         output: torch.Tensor,
@@ -41,6 +54,7 @@ class Transport(Protocol):
     ) -> dist.Work | None:
         """Every rank's ``input`` (``[n]``) in ``output`` (``[world * n]``), in rank order."""
 
+    @abstractmethod
     def reduce_scatter(
         self,
         output: torch.Tensor,
@@ -56,8 +70,7 @@ class Transport(Protocol):
 class GatherBuffer(Protocol):
     """Memory that all ranks of a process group map, and the gathers that fill it.
 
-    Transports with such memory have a method ``open_shared_buffer(process_group, nbytes)``, which
-    returns a buffer, or None on all ranks.
+    ``Transport.open_shared_buffer`` returns one.
     """
 
     @property
@@ -78,21 +91,122 @@ class GatherBuffer(Protocol):
         """Report that this rank no longer reads the last gather; later calls do nothing."""
 
 
+class Transport(MovesBuffers, ABC):
+    """Moves flat contiguous buffers between the ranks of a process group.
+
+    A transport of a user's own needs ``in_place``, ``all_gather`` and ``reduce_scatter``, and no
+    base class. A subclass of this class may override capabilities, which are the other methods.
+    They are called once for each process group, device and operation, on all ranks, and must return
+    equal answers there. [Note: capabilities] Capabilities replace the two methods. A subclass that
+    overrides one of the two therefore inherits none of the capabilities that replace it.
+    """
+
+    __slots__ = ()
+
+    @property
+    def in_place(self) -> bool:
+        """True: a gather's input may be this rank's slice of its output."""
+        return True
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether this is the default, in whose place a policy may put another transport."""
+        return False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Reset inherited capabilities that would replace an overridden method."""
+        super().__init_subclass__(**options)
+        for method, capabilities in _REPLACED_BY.items():
+            if method in cls.__dict__:
+                for name in capabilities:
+                    if name not in cls.__dict__:
+                        setattr(cls, name, Transport.__dict__[name])
+
+    def resolve(self, process_group: dist.ProcessGroup, device: torch.device) -> Transport:
+        """Return the transport that serves tensors on ``device`` until the next resolution."""
+        return self
+
+    def aliases_input(self, process_group: dist.ProcessGroup) -> bool:
+        """Return whether an output may be its input, so that nothing moves."""
+        return False
+
+    def coalesced_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
+        """Return the size of a rank's slice, in bytes, up to which collectives share a launch."""
+        return 0
+
+    def open_shared_buffer(
+        self, process_group: dist.ProcessGroup, nbytes: int
+    ) -> GatherBuffer | None:
+        """Return memory that all ranks map, in which gathers replace ``all_gather``, or None."""
+        return None
+
+    def parts_reducer(
+        self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
+    ) -> PartsReducer | None:
+        """Return an object that reduces gradients without packing, or None."""
+        return None
+
+    def narrow_gather(self, device: torch.device) -> NarrowLaunch | None:
+        """Return a function that gathers the slices of the first ranks, or None.
+
+        The function takes the buffer of these slices and the process group. See ``first_ranks``.
+        """
+        return None
+
+    def narrow_reduce(
+        self, process_group: dist.ProcessGroup, device: torch.device
+    ) -> NarrowLaunch | None:
+        """Return a function that reduces to the first ranks, or None.
+
+        The function takes the packed buffer of their slices, the process group and the operation.
+        In flight: in a rank's own slice, everyone's reduced; on ranks without one, in the mask of
+        the first slice, everyone's. Other elements are undefined.
+        """
+        return None
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        process_group: dist.ProcessGroup,
+        async_op: bool,
+        /,
+    ) -> dist.Work | None:
+        """Every rank's ``tensor`` reduced, in place, by the process group."""
+        work: dist.Work | None = dist.all_reduce(tensor, op, process_group, async_op)
+        return work
+
+
+_SHARED_BY_BOTH = ("resolve", "aliases_input", "coalesced_up_to")
+_REPLACED_BY = {
+    "all_gather": (*_SHARED_BY_BOTH, "open_shared_buffer", "narrow_gather"),
+    "reduce_scatter": (*_SHARED_BY_BOTH, "parts_reducer", "narrow_reduce"),
+}
+
+
 @dataclass(frozen=True, slots=True)
-class ProcessGroupTransport:
+class ProcessGroupTransport(Transport):
     """The process group's own collectives."""
 
-    in_place: ClassVar[bool] = True  # gloo and NCCL accept the rank's own slice of the output
     all_gather = staticmethod(compat.gather_into)  # one launch each, and no frame of ours
     reduce_scatter = staticmethod(compat.reduce_scatter_into)
     all_reduce: ClassVar[Callable[..., dist.Work | None]] = staticmethod(dist.all_reduce)
 
+    def narrow_gather(self, device: torch.device) -> NarrowLaunch | None:
+        """Return one broadcast for each slice, on devices without streams."""
+        return None if traits_of(device).streams else broadcast_slices
+
+    def narrow_reduce(
+        self, process_group: dist.ProcessGroup, device: torch.device
+    ) -> NarrowLaunch | None:
+        """Return an all-reduce of the slices; None over gloo, whose all-reduce is a ring."""
+        gloo = compat.backend_names(process_group, device) == ("gloo",)
+        return None if gloo or traits_of(device).streams else all_reduce_slices
+
 
 @dataclass(frozen=True, slots=True)
-class SelfTransport:
+class SelfTransport(Transport):
     """World size 1: nothing moves. An output that is its input is left alone; others are copied."""
-
-    in_place: ClassVar[bool] = True  # an input that is its own output costs nothing
 
     @staticmethod
     def all_gather(
@@ -112,6 +226,47 @@ class SelfTransport:
 
     reduce_scatter = all_gather
 
+    def aliases_input(self, process_group: dist.ProcessGroup) -> bool:
+        """Return True for one rank."""
+        return process_group.size() == 1
+
     @staticmethod
     def all_reduce(*given: object) -> None:
         """Nothing: over one rank a tensor is its own sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutCapabilities(Transport):
+    """A transport of which only ``in_place`` and the two methods are used."""
+
+    moves: MovesBuffers
+
+    @property
+    def in_place(self) -> bool:
+        """The answer of the transport."""
+        return self.moves.in_place
+
+    def all_gather(self, *given: Any) -> dist.Work | None:
+        """Call the transport."""
+        return self.moves.all_gather(*given)
+
+    def reduce_scatter(self, *given: Any) -> dist.Work | None:
+        """Call the transport."""
+        return self.moves.reduce_scatter(*given)
+
+
+def adapted(transport: MovesBuffers) -> Transport:
+    """Return ``transport`` if it states its capabilities, else one without capabilities.
+
+    Raises:
+        TypeError: if it lacks a method, or its ``in_place`` is no bool.
+    """
+    require(Transport, transport)
+    in_place: object = getattr(transport, "in_place", None)  # a user's may have none
+    if not isinstance(in_place, bool):
+        raise TypeError(
+            f"got {type(transport).__name__}, which is no Transport: its in_place is "
+            f"{in_place!r}; it must be True where a gather's input may be this rank's slice of "
+            "its output, else False."
+        )
+    return transport if isinstance(transport, Transport) else WithoutCapabilities(transport)

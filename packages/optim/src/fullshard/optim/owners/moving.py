@@ -83,7 +83,7 @@ class Exchange:
             if taker == rank:
                 taken[giver] = slice(end - numel, end)
         self._given, self._taken = dict(sorted(given.items())), dict(sorted(taken.items()))
-        AutomaticTransport().chosen(process_group, device)
+        AutomaticTransport().resolve(process_group, device)
 
     def launch(self, write: Access, read: Access) -> ExchangeInFlight:
         """Start it: a collective call.

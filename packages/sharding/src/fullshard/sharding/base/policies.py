@@ -26,7 +26,7 @@ from fullshard.sharding.protocols import (
     WireForms,
 )
 
-__all__ = ["FieldPrecision", "FullPrecision", "OffloadToCPU", "Policies", "require"]
+__all__ = ["FieldPrecision", "FullPrecision", "OffloadToCPU", "Policies", "declares", "require"]
 
 _CPU = torch.device("cpu")
 _P = TypeVar("_P")
@@ -206,6 +206,15 @@ def require(protocol: type[_P], value: object, argument: str) -> _P:
         f"instance of a policy of fullshard.policies, or any object with the methods of "
         f"{protocol.__name__}"
     )
+
+
+def declares(policy: object, name: str) -> bool:
+    """Return whether a policy declares ``name``, such as ``casts_nothing``, to be true.
+
+    Only the package's own policies have to declare anything: a user's own may lack the name, and is
+    then asked each time.
+    """
+    return bool(getattr(policy, name, False))
 
 
 _TORCHS = {

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from fullshard.comm import AllGather, CommStreams, EventKind, GatherConfig, Layout
 from fullshard.comm.spi import DEBUGGED, LISTENERS, BufferSource, emit, rank_major
-from fullshard.sharding.base.alone import is_alone
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import TRANSITIONS, ShardedState, check_transition
@@ -189,7 +188,7 @@ class Gathering:
             return buffered
         if self.keeps_storage:
             return buffered
-        if is_alone(config) and inputs.as_stored:
+        if config.collective.aliases_input(config.process_group) and inputs.as_stored:
             return AliasedUnshard(memory, inputs)
         shared = None
         if memory.no_graph_alias and inputs.layout.specs == memory.specs:  # no copy-out is needed

@@ -172,9 +172,8 @@ def open_shared_memory(
     layout: Layout, config: GatherConfig, to_use: ViewFns
 ) -> SharedMemory | None:
     """Return new shared memory, if the config's collective and device have it; a collective."""
-    opener = getattr(config.comm, "open_shared_buffer", None)
     _, nbytes = offsets_of(layout.specs)
-    if opener is None or nbytes == 0 or not traits_of(config.device).shared_memory:
+    if nbytes == 0 or not traits_of(config.device).shared_memory:
         return None
-    buffer = opener(config.process_group, nbytes)
+    buffer = config.collective.open_shared_buffer(config.process_group, nbytes)
     return None if buffer is None else SharedMemory(buffer, layout, config, to_use)

@@ -16,9 +16,8 @@ from fullshard.comm import GatherConfig, Layout
 from fullshard.comm.spi import OwnShards
 from fullshard.sharding.base.compat import local_shard_getter
 from fullshard.sharding.base.memory import addresses_of
-from fullshard.sharding.base.policies import Policies
+from fullshard.sharding.base.policies import Policies, declares
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.protocols import NoOffload
 
 __all__ = ["GatherInputs"]
 
@@ -40,7 +39,7 @@ class GatherInputs:
         self.layout = layout
         self._precision = policies.precision
         self._offload = offload = policies.offload
-        self.as_stored = getattr(offload.stage_in, "__func__", None) is NoOffload.stage_in
+        self.as_stored = declares(offload, "stages_in_nothing")
         self._shards: list[torch.Tensor] = []
         self._addresses: list[int] = []  # of those
         self._sent: OwnShards | None = None  # made of those

@@ -34,7 +34,7 @@ from fullshard.sharding.base.compat import (
     untraced,
 )
 from fullshard.sharding.base.forward_pass import Call, ForwardPass
-from fullshard.sharding.base.policies import Policies
+from fullshard.sharding.base.policies import Policies, declares
 from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.groups.param_group import FSDPParamGroup
@@ -97,7 +97,7 @@ class ModuleState:
         self.device = device_of_mesh(mesh_info.mesh)
         self.context = context
         self.casts = policies.precision
-        self.casts_nothing = bool(getattr(policies.precision, "casts_nothing", False))
+        self.casts_nothing = declares(policies.precision, "casts_nothing")
         self.after_forward = policies.reshard.after_forward
         self.after_backward = policies.reshard.after_backward
         self.prefetch = policies.prefetch

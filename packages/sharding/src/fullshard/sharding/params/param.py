@@ -47,10 +47,11 @@ from fullshard.sharding.base.compat import (
     specs_of,
 )
 from fullshard.sharding.base.forward_pass import ParameterGeneration
+from fullshard.sharding.base.policies import declares
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.params.param_sharding import has_hooks, require_same_hooks, sharding_of
 from fullshard.sharding.params.registry import registry_of
-from fullshard.sharding.protocols import NoOffload, Offload, ParameterDTypes, WireForms
+from fullshard.sharding.protocols import Offload, ParameterDTypes, WireForms
 
 __all__ = ["Cut", "FSDPParam", "Place"]
 
@@ -342,9 +343,9 @@ class FSDPParam:
         """
         stored = reduced.to(self.shard.dtype)
         staged = self.sharding.to_store(self.offload.stage_out(stored))
-        # a policy of the user's own is asked each time, whatever it returned
-        inherited = getattr(self.offload.stage_out, "__func__", None) is NoOffload.stage_out
-        self.lands_in = reduced.dtype if inherited and staged is reduced else None
+        # a policy that may stage is asked each time, whatever it returned
+        stays = declares(self.offload, "stages_out_nothing") and staged is reduced
+        self.lands_in = reduced.dtype if stays else None
         return staged
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:

@@ -34,7 +34,6 @@ from fullshard.comm import (
     reduction_scaling,
 )
 from fullshard.comm.spi import LISTENERS, backend_averages, coalesced_cap_mb, emit, rank_major
-from fullshard.sharding.base.alone import is_alone
 from fullshard.sharding.base.compat import gradients_of, without_torch_function
 from fullshard.sharding.mesh.mesh_info import HSDPMeshInfo
 from fullshard.sharding.params.param import FSDPParam
@@ -312,7 +311,8 @@ class GroupGradients:
         )
         strategy: PlainReduce = self.replicas
         ends_here = settings.hook is None and not self.replicas.has_all_reduce
-        if ends_here and is_alone(config) and scaling.is_identity:
+        alone = config.collective.aliases_input(config.process_group)
+        if ends_here and alone and scaling.is_identity:
             strategy = AliasReduce()
         varies = isinstance(settings.divide_factor, torch.Tensor)
         alike = settings.comm is None and not settings.zero_unused and not varies

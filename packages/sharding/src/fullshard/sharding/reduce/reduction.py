@@ -46,8 +46,9 @@ from fullshard.sharding.base.compat import (
     make_dtensor,
     without_torch_function,
 )
+from fullshard.sharding.base.policies import declares
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.protocols import NoOffload, Offload, WireForms
+from fullshard.sharding.protocols import Offload, WireForms
 
 __all__ = [
     "Gradients",
@@ -140,7 +141,7 @@ class ReductionSetup:
     def offloads(self) -> dict[int, Offload]:
         """The policies that bring gradients home, by id: a user's own need not be hashable."""
         policies = [param.offload for param in self.params]
-        return {id(each): each for each in policies if type(each) is not NoOffload}
+        return {id(each): each for each in policies if not declares(each, "stages_out_nothing")}
 
 
 class PlainReduce:
