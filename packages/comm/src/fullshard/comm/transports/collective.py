@@ -103,7 +103,7 @@ class Collective:
 
     @staticmethod
     def of(comm: AllGather | ReduceScatter) -> Collective:
-        """Return ``comm`` if it states its capabilities, else an object that does."""
+        """Return ``comm`` itself if it is a ``Collective``; otherwise adapt it."""
         return comm if isinstance(comm, Collective) else Collective(comm)
 
     @property
