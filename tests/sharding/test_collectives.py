@@ -138,7 +138,7 @@ PROGRAMS = {
         reductions="2 1 0 root 2 1 0 root",
     ),
     "a dropped output": Program(run=drop_an_output, gathers={None: STEP}),
-    "two forwards": Program(run=two_forwards, gathers={True: 15}),
+    "two forwards": Program(run=two_forwards, gathers={True: 14}),
     "a retained graph": Program(run=retain, gathers={None: "root 2 1 0", True: 4, False: 4}),
     "an evaluation": Program(
         run=evaluate,

@@ -60,8 +60,10 @@ class _Wide:
 
     __slots__ = ()
 
-    def narrow_transport(self, *args: object, **kwargs: object) -> None:
+    def narrow_gather(self, *given: object) -> None:
         """None."""
+
+    narrow_reduce = narrow_gather
 
 
 class _WideOwn(_Wide, ProcessGroupTransport):
