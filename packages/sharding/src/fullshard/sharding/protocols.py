@@ -168,12 +168,12 @@ class NoOffload:
 
     @property
     def stages_in_nothing(self) -> bool:
-        """Whether ``stage_in`` returns the shard: if so, gathers read the shard and never ask."""
+        """Whether ``stage_in`` returns the shard: gathers then read the shard itself."""
         return type(self).stage_in is NoOffload.stage_in
 
     @property
     def stages_out_nothing(self) -> bool:
-        """Whether ``stage_out`` returns the gradient: if so, nobody asks or waits for it."""
+        """Whether ``stage_out`` returns the gradient: the engine then never calls it."""
         mine, ours = type(self), NoOffload
         return (mine.stage_out, mine.arrived) == (ours.stage_out, ours.arrived)
 

@@ -1,8 +1,8 @@
 """The default collectives: a transport and an allocator, each of them replaceable.
 
-The main classes are ``DefaultAllGather`` and ``DefaultReduceScatter``. They use the capabilities of
-a transport only with the default allocator, and if no subclass overrides ``__call__`` or
-``allocate``. ``same_host`` chooses the transport of a process group.
+The main classes are ``DefaultAllGather`` and ``DefaultReduceScatter``. These classes use the
+capabilities of a transport only with the default allocator, and if no subclass overrides
+``__call__`` or ``allocate``. ``same_host`` chooses the transport of a process group.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Composed(Collective):
         require(Allocator, self.allocator)
         # Other allocators may have other rules for the reuse of their memory.
         self.reusable = isinstance(self.allocator, CachingAllocator)
-        # A subclass's own methods see every buffer: the transport is never called in their place.
+        # The methods of a subclass see every buffer: the transport is never called directly.
         own = cast("type[DefaultAllGather] | type[DefaultReduceScatter]", type(self))
         calls = DefaultAllGather.__call__, DefaultReduceScatter.__call__
         self._composes = own.__call__ in calls and own.allocate is _Composed.allocate
@@ -87,7 +87,7 @@ class _Composed(Collective):
         return self.allocator.empty(size, dtype=dtype, device=device)
 
     def coalesces_with(self, other: Collective) -> bool:
-        """Whether both only call transports that are equal."""
+        """Whether both call equal transports, and do nothing more."""
         return (
             isinstance(other, _Composed)
             and self._composes
@@ -106,7 +106,7 @@ class _Composed(Collective):
     def open_shared_buffer(
         self, process_group: dist.ProcessGroup, nbytes: int
     ) -> GatherBuffer | None:
-        """Memory that all ranks map, if the transport has it; else None. A collective call."""
+        """Memory that all ranks map, or None if the transport has none. A collective call."""
         return self._offers.open_shared_buffer(process_group, nbytes)
 
     def gather_route(self, process_group: dist.ProcessGroup, device: torch.device) -> Route:

@@ -134,7 +134,7 @@ class ReduceInFlight:
 def take_input(config: ReduceConfig, layout: Layout, rank: int) -> Buffer:
     """Return a buffer in which the current stream may pack what a reduction reads.
 
-    It waits for the reductions whose inputs had the memory before.
+    The stream of inputs waits for the reductions that used the memory before.
     """
     streams = config.streams
     with streams.use(streams.inputs):

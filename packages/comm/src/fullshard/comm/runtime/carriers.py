@@ -38,8 +38,8 @@ def host_carrier_of(process_group: dist.ProcessGroup, device: torch.device) -> t
         device: the device on which the ranks compute.
 
     Returns:
-        The CPU if the group has a backend for it, so that no rank waits for its device. Else
-        ``device`` if the group has a backend for that, or is written in Python. Else None.
+        The CPU if the group has a backend for it, so that no rank waits for its device. ``device``
+        if only that has a backend, or if the group is written in Python. None in other cases.
     """
     served = served_types(process_group)
     if "cpu" in served:

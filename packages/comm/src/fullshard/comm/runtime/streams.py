@@ -11,8 +11,8 @@ stream is done, the owner is made to wait for an event of that stream (``retire`
 the memory go back to the owner's pool. ``Tensor.record_stream`` is never used: it frees at an
 unforeseeable time, which fragments memory.
 
-The inputs of reductions have an owner that runs nothing. So it can wait for the collective that
-reads an input as soon as that is launched, and no computation is kept waiting.
+The inputs of reductions have an owner that runs nothing. The owner can therefore wait
+for a collective as soon as the collective is launched, without any delay of a computation.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class SeveralWorks(dist.Work):
 
 
 def is_over(work: dist.Work) -> bool:
-    """Return whether ``wait()`` would not wait for another rank, if the handle tells.
+    """Return whether a handle reports that ``wait()`` needs no other rank.
 
     False for a user's handle that has ``wait()`` alone.
     """

@@ -88,7 +88,7 @@ class Route:
 class Collective:
     """The capabilities of a collective, as the engine asks for them.
 
-    The defaults are those of a collective of a user's own: it is called, and does nothing else.
+    The defaults are those of a collective of a user's own: it is only called.
 
     Attributes:
         reusable: whether memory from ``allocate`` may be reused for later collectives.

@@ -96,9 +96,9 @@ class Transport(MovesBuffers, ABC):
 
     A transport of a user's own needs ``in_place``, ``all_gather`` and ``reduce_scatter``, and no
     base class. A subclass of this class may override capabilities, which are the other methods.
-    They are called once for each process group, device and operation, on all ranks, and must return
-    equal answers there. [Note: capabilities] Capabilities replace the two methods. A subclass that
-    overrides one of the two therefore inherits none of the capabilities that replace it.
+    Each capability is called once for each process group, device and operation, on all ranks, and
+    must return equal answers on all ranks. [Note: capabilities] Capabilities replace the two
+    methods. A subclass that overrides one method therefore inherits no capability that replaces it.
     """
 
     __slots__ = ()
@@ -123,7 +123,7 @@ class Transport(MovesBuffers, ABC):
                         setattr(cls, name, Transport.__dict__[name])
 
     def resolve(self, process_group: dist.ProcessGroup, device: torch.device) -> Transport:
-        """Return the transport that serves tensors on ``device`` until the next resolution."""
+        """Return the transport to use for tensors on ``device`` until the next resolution."""
         return self
 
     def aliases_input(self, process_group: dist.ProcessGroup) -> bool:
@@ -256,7 +256,7 @@ class WithoutCapabilities(Transport):
 
 
 def adapted(transport: MovesBuffers) -> Transport:
-    """Return ``transport`` if it states its capabilities, else one without capabilities.
+    """Return a transport that states its capabilities: ``transport``, or a wrapper.
 
     Raises:
         TypeError: if it lacks a method, or its ``in_place`` is no bool.
