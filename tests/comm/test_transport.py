@@ -122,7 +122,7 @@ def test_a_subclass_sees_what_it_overrides_whatever_its_base_can_do(kind: type[T
 
 def test_a_subclass_may_declare_capabilities_of_the_method_that_it_overrides() -> None:
     class Own(ProcessGroupTransport):
-        def all_gather(self, *given: object) -> None:  # type: ignore[override]
+        def all_gather(self, *given: object) -> None:
             """Something else."""
 
         def coalesced_up_to(self, process_group: object, device: object) -> int:

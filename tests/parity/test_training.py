@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import pytest
 import torch
@@ -224,7 +225,7 @@ def test_parameters_cut_along_any_dim_and_of_any_strides_equal_the_whole_batch(
         torch.manual_seed(4)
         models.append(make().double())
     model, whole = models
-    assert model[0].weight.is_contiguous() == ("transposed" not in name)
+    assert cast(torch.Tensor, model[0].weight).is_contiguous() == ("transposed" not in name)
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         return Shard(dim % parameter.ndim) if parameter.ndim > 1 else None
