@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -77,10 +78,12 @@ def _on_two_ranks() -> Calls:
 
 @functools.cache
 def _over_a_process_group() -> Calls:
-    path = {"PYTHONPATH": ":".join([str(ROOT / "tests"), *sys.path]), "PATH": ""}
+    path = os.pathsep.join([str(ROOT / "tests"), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": path}
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=path, capture_output=True, text=True, check=True
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
+    assert ran.returncode == 0, ran.stderr
     found: Calls = json.loads(ran.stdout)
     return found
 

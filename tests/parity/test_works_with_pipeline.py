@@ -8,6 +8,7 @@ schedules are right too, and those that split backward raise.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import FSDPModule, replicate, unsharded
+from fullshard.sharding.hooks.compat import runs_split_backward
 from fullshard.wrappers import install, uninstall
 from fullshard.wrappers.pipelining import PipelineStage
 from support.events.recorder import assert_all_returned
@@ -295,3 +297,15 @@ def test_a_reduction_may_be_started_and_waited_for_apart(name: str) -> None:
         pipeline = Pipeline(name, PipelineStage)
         pipeline.step(0)
     assert pipeline.wrong(0) == []
+
+
+def test_code_that_the_compiler_made_may_call_a_backward() -> None:
+    """Such code may have a dict among its constants, and then no hash."""
+
+    def call(function: Any) -> Any:
+        return function(), None
+
+    code = call.__code__.replace(co_consts=(*call.__code__.co_consts, {}))
+    with pytest.raises(TypeError):
+        hash(code)
+    assert FunctionType(code, {})(runs_split_backward) == (False, None)

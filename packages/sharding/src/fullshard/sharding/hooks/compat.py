@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -54,17 +54,22 @@ def runs_split_backward() -> bool:
     stages = sys.modules.get("torch.distributed.pipelining._backward")
     if stages is None:
         return False
-    split, run = stages.stage_backward_input.__code__, graph._engine_run_backward.__code__
+    split, run = (
+        id(each.__code__) for each in (stages.stage_backward_input, graph._engine_run_backward)
+    )
     codes = _codes_above(sys._getframe())
     if run not in codes:
         codes = {each for frame in sys._current_frames().values() for each in _codes_above(frame)}
     return split in codes
 
 
-def _codes_above(frame: FrameType | None) -> set[CodeType]:
-    """Return the code of ``frame`` and of all its callers."""
+def _codes_above(frame: FrameType | None) -> set[int]:
+    """Return the ids of the code of ``frame`` and of all its callers.
+
+    Code that the compiler made may have a dict among its constants, and then no hash.
+    """
     found = set()
     while frame is not None:
-        found.add(frame.f_code)
+        found.add(id(frame.f_code))
         frame = frame.f_back
     return found
