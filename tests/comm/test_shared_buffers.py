@@ -142,18 +142,21 @@ def test_there_is_a_shared_buffer_only_where_the_collective_does_nothing_else_it
             """Something else."""
 
     assert (
-        DefaultAllGather(transport=AutomaticTransport()).open_shared_buffer(world(), 64) is not None
+        DefaultAllGather(transport=AutomaticTransport()).offers.open_shared_buffer(world(), 64)
+        is not None
     )
     assert (
-        DefaultAllGather(transport=ProcessGroupTransport()).open_shared_buffer(world(), 64) is None
+        DefaultAllGather(transport=ProcessGroupTransport()).offers.open_shared_buffer(world(), 64)
+        is None
     )
     elsewhere = DefaultAllGather(transport=AutomaticTransport(), allocator=OwnAllocator())
-    assert elsewhere.open_shared_buffer(world(), 64) is None
-    assert Own(transport=AutomaticTransport()).open_shared_buffer(world(), 64) is None
+    assert elsewhere.offers.open_shared_buffer(world(), 64) is None
+    assert Own(transport=AutomaticTransport()).offers.open_shared_buffer(world(), 64) is None
     set_shared_memory(False)
     try:
         assert (
-            DefaultAllGather(transport=AutomaticTransport()).open_shared_buffer(world(), 64) is None
+            DefaultAllGather(transport=AutomaticTransport()).offers.open_shared_buffer(world(), 64)
+            is None
         )
     finally:
         set_shared_memory(True)

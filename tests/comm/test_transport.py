@@ -91,7 +91,7 @@ def test_a_reduce_scatter_sums_each_ranks_part(async_op: bool, world_size: int) 
 
 GATHER = ("open_shared_buffer", "narrow_gather")
 REDUCTION = ("parts_reducer", "narrow_reduce")
-BOTH = ("resolve", "aliases_input", "coalesced_up_to")
+BOTH = ("resolve", "aliases_input", "coalesced_up_to", "is_automatic")
 KINDS = [
     AllToAllTransport,
     AutomaticTransport,
@@ -118,6 +118,12 @@ def test_a_subclass_sees_what_it_overrides_whatever_its_base_can_do(kind: type[T
         assert getattr(reduces, name) is getattr(kind, name)
     further: type[Transport] = type("Further", (gathers,), {})
     assert further.open_shared_buffer is Transport.open_shared_buffer
+    mixin = type("Mixin", (), {"__slots__": (), "all_gather": moves})
+    mixed: type[Transport] = type("Mixed", (mixin, kind), {})
+    for name in (*GATHER, *BOTH):
+        assert getattr(mixed, name) is getattr(Transport, name)
+    for name in REDUCTION:
+        assert getattr(mixed, name) is getattr(kind, name)
 
 
 def test_a_subclass_may_declare_capabilities_of_the_method_that_it_overrides() -> None:
@@ -130,7 +136,7 @@ def test_a_subclass_may_declare_capabilities_of_the_method_that_it_overrides() -
 
     group = _Group(2)
     comm = DefaultAllGather(transport=Own())
-    assert comm.coalesced_up_to(group, torch.device("cpu")) == 16  # type: ignore[arg-type]
+    assert comm.offers.coalesced_up_to(group, torch.device("cpu")) == 16  # type: ignore[arg-type]
 
 
 class _Minimal:
@@ -153,8 +159,8 @@ def test_a_transport_without_the_base_class_is_only_called() -> None:
     own = _Minimal()
     for comm in (DefaultAllGather(transport=own), DefaultReduceScatter(transport=own)):
         assert comm.transport is own
-        assert comm.coalesced_up_to(group, cpu) == 0  # type: ignore[arg-type]
-        assert not comm.aliases_input(group)  # type: ignore[arg-type]
+        assert comm.offers.coalesced_up_to(group, cpu) == 0  # type: ignore[arg-type]
+        assert not comm.offers.aliases_input(group)  # type: ignore[arg-type]
         assert not comm.is_automatic
     assert adapted(own).narrow_gather(cpu) is None
     transport = ProcessGroupTransport()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed import fsdp as torch_fsdp
 
-from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import NoOffload, fully_shard
 from support.parity.compare import EXACT, assert_equal, rounding
 from support.parity.engines import TORCH, shard, tell
@@ -103,7 +103,7 @@ class Recorded(NoOffload):
 NAME = "uneven"
 
 
-def _pair(policy: OffloadPolicy | NoOffload, **options: Any) -> Pair:
+def _pair(policy: Any, **options: Any) -> Pair:
     model = shard(CASES[NAME], dtype=torch.float64, offload_policy=policy, **options)
     return Pair(CASES[NAME], model)
 
@@ -184,4 +184,47 @@ def test_offload_and_accumulation_without_communication() -> None:
     for micro in range(3):
         tell(pair.model, "set_requires_gradient_sync", micro == 2)
         pair.backward(micro)
+    pair.check()
+
+
+class Wrapped:
+    """A user's policy in front of another: it notes what is staged, and passes the rest on."""
+
+    def __init__(self, inner: NoOffload) -> None:
+        self.inner, self.done = inner, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+        self.done.append("in")
+        return self.inner.stage_in(shard, device)
+
+    def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.done.append("out")
+        return self.inner.stage_out(gradient)
+
+
+def _set_by_hand() -> tuple[Any, list[str]]:
+    policy, done = NoOffload(), list[str]()
+    staged = {
+        "stage_in": lambda shard, device: (done.append("in"), shard)[1],
+        "stage_out": lambda gradient: (done.append("out"), gradient)[1],
+    }
+    vars(policy).update(staged)
+    return policy, done
+
+
+@pytest.mark.parametrize("kind", ["wrapped", "set by hand"])
+@distributed(2)
+def test_a_policy_before_the_identity_is_asked_each_time(kind: str) -> None:
+    wrapped = Wrapped(NoOffload())
+    policy, done = (wrapped, wrapped.done) if kind == "wrapped" else _set_by_hand()
+    pair = _pair(policy, reshard_after_forward=True)
+    params = len(list(pair.whole.parameters()))
+    for step in range(2):
+        done.clear()
+        pair.backward(step)
+        assert done.count("in") >= params
+        assert done.count("out") == params
     pair.check()

@@ -72,9 +72,9 @@ class Offload(Protocol):
     """Where do a shard, its gradient and the optimizer's state live, and where does it step?
 
     A copy that a method begins may still be on its way when it returns, on the current stream. The
-    engine calls ``arrived`` before the host reads it, once for many copies. A policy whose
-    ``stages_in_nothing`` is true is not asked to stage shards, and one whose ``stages_out_nothing``
-    is true is not asked to stage gradients.
+    engine calls ``arrived`` before the host reads it, once for many copies. A policy may declare
+    ``stages_in_nothing`` or ``stages_out_nothing``: the engine may then use the tensors themselves
+    without a call.
     """
 
     def home(self, device: torch.device) -> torch.device:
@@ -162,6 +162,11 @@ class WireForms(Protocol):
         """Return what reduces gradients of ``layout`` that travel in ``forms``, one for each."""
 
 
+def _function_of(method: object) -> object:
+    """Return the function of a bound method; None for what an object holds in its place."""
+    return getattr(method, "__func__", None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class NoOffload:
     """The identity offload: shards and gradients live where the model computes."""
@@ -169,13 +174,13 @@ class NoOffload:
     @property
     def stages_in_nothing(self) -> bool:
         """Whether ``stage_in`` returns the shard: gathers then read the shard itself."""
-        return type(self).stage_in is NoOffload.stage_in
+        return _function_of(self.stage_in) is NoOffload.stage_in
 
     @property
     def stages_out_nothing(self) -> bool:
-        """Whether ``stage_out`` returns the gradient: the engine then never calls it."""
-        mine, ours = type(self), NoOffload
-        return (mine.stage_out, mine.arrived) == (ours.stage_out, ours.arrived)
+        """Whether ``stage_out`` returns the gradient, so that nothing has to arrive."""
+        mine = _function_of(self.stage_out), _function_of(self.arrived)
+        return mine == (NoOffload.stage_out, NoOffload.arrived)
 
     def home(self, device: torch.device) -> torch.device:
         """Return ``device``."""

@@ -26,7 +26,7 @@ def coalescing_pays(layout: Layout, config: GatherConfig | ReduceConfig) -> bool
     """
     if layout.world_size == 1 or not config.streams.asynchronous_work:
         return False
-    limit = config.collective.coalesced_up_to(config.process_group, config.device)
+    limit = config.collective.offers.coalesced_up_to(config.process_group, config.device)
     return 0 < layout.buffer.slice_nbytes <= limit
 
 

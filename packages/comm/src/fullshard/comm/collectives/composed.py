@@ -23,7 +23,6 @@ from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.transports.collective import AllGather, Collective, ReduceScatter, Route
 from fullshard.comm.transports.rank_order import is_reduction
 from fullshard.comm.transports.transport import (
-    GatherBuffer,
     MovesBuffers,
     ProcessGroupTransport,
     SelfTransport,
@@ -56,9 +55,8 @@ class _Composed(Collective):
         own = cast("type[DefaultAllGather] | type[DefaultReduceScatter]", type(self))
         calls = DefaultAllGather.__call__, DefaultReduceScatter.__call__
         self._composes = own.__call__ in calls and own.allocate is _Composed.allocate
-        # The capabilities of the transport, which most need the default allocator.
-        offers = self._composes and self.reusable
-        self._offers = self._moves if offers else WithoutCapabilities(self.transport)
+        plain = self._composes and self.reusable  # most capabilities need the default allocator
+        self.offers = self._moves if plain else WithoutCapabilities(self.transport)
 
     @property
     def _comm(self) -> AllGather | ReduceScatter:  # type: ignore[override]  # no cycle
@@ -95,20 +93,6 @@ class _Composed(Collective):
             and self.transport == other.transport
         )
 
-    def aliases_input(self, process_group: dist.ProcessGroup) -> bool:
-        """Whether the output of a collective may be its input, so that nothing is moved."""
-        return self._offers.aliases_input(process_group)
-
-    def coalesced_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
-        """The size of a rank's slice, in bytes, up to which collectives share a launch."""
-        return self._offers.coalesced_up_to(process_group, device)
-
-    def open_shared_buffer(
-        self, process_group: dist.ProcessGroup, nbytes: int
-    ) -> GatherBuffer | None:
-        """Memory that all ranks map, or None if the transport has none. A collective call."""
-        return self._offers.open_shared_buffer(process_group, nbytes)
-
     def gather_route(self, process_group: dist.ProcessGroup, device: torch.device) -> Route:
         """The transport, called directly if buffers are sent unchanged."""
         if not (self._composes and self._moves.in_place):
@@ -121,7 +105,7 @@ class _Composed(Collective):
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
     ) -> Route:
         """The transport, called directly for known operations."""
-        parts = self._offers.parts_reducer(process_group, device, op)
+        parts = self.offers.parts_reducer(process_group, device, op)
         if not (self._composes and is_reduction(op)):
             return replace(super().reduce_route(process_group, device, op), parts=parts)
         transport = self._moves.resolve(process_group, device)

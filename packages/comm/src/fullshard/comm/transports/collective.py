@@ -17,7 +17,12 @@ import torch.distributed as dist
 from fullshard.comm.buffers.allocator import Allocates
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.transports.contribution import PartsReducer
-from fullshard.comm.transports.transport import GatherBuffer, NarrowLaunch
+from fullshard.comm.transports.transport import (
+    NarrowLaunch,
+    ProcessGroupTransport,
+    Transport,
+    WithoutCapabilities,
+)
 
 __all__ = ["EPOCH", "AllGather", "Collective", "ReduceScatter", "Route"]
 
@@ -92,9 +97,11 @@ class Collective:
 
     Attributes:
         reusable: whether memory from ``allocate`` may be reused for later collectives.
+        offers: the capabilities of a transport that may replace calls of the collective.
     """
 
     reusable = False
+    offers: Transport = WithoutCapabilities(ProcessGroupTransport())
 
     def __init__(self, comm: AllGather | ReduceScatter) -> None:
         """Adapt ``comm``, which has the methods of its interface."""
@@ -124,20 +131,6 @@ class Collective:
     def coalesces_with(self, other: Collective) -> bool:
         """Return whether one launch of either may move the buffers of both."""
         return False
-
-    def aliases_input(self, process_group: dist.ProcessGroup) -> bool:
-        """Return whether the output may be the input, so that nothing moves."""
-        return False
-
-    def coalesced_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
-        """Return the size of a rank's slice, in bytes, up to which collectives share a launch."""
-        return 0
-
-    def open_shared_buffer(
-        self, process_group: dist.ProcessGroup, nbytes: int
-    ) -> GatherBuffer | None:
-        """Return memory that all ranks map, or None on all ranks. A collective call."""
-        return None
 
     def gather_route(self, process_group: dist.ProcessGroup, device: torch.device) -> Route:
         """Return the functions that gather. A collective call at a process group's first time."""

@@ -117,10 +117,9 @@ class Transport(MovesBuffers, ABC):
         """Reset inherited capabilities that would replace an overridden method."""
         super().__init_subclass__(**options)
         for method, capabilities in _REPLACED_BY.items():
-            if method in cls.__dict__:
-                for name in capabilities:
-                    if name not in cls.__dict__:
-                        setattr(cls, name, Transport.__dict__[name])
+            for name in capabilities:
+                if _depth(cls, name) > _depth(cls, method):
+                    setattr(cls, name, Transport.__dict__[name])
 
     def resolve(self, process_group: dist.ProcessGroup, device: torch.device) -> Transport:
         """Return the transport to use for tensors on ``device`` until the next resolution."""
@@ -177,7 +176,12 @@ class Transport(MovesBuffers, ABC):
         return work
 
 
-_SHARED_BY_BOTH = ("resolve", "aliases_input", "coalesced_up_to")
+def _depth(cls: type, name: str) -> int:
+    """Return how far up in the order of base classes ``name`` is defined."""
+    return next(depth for depth, base in enumerate(cls.__mro__) if name in base.__dict__)
+
+
+_SHARED_BY_BOTH = ("resolve", "aliases_input", "coalesced_up_to", "is_automatic")
 _REPLACED_BY = {
     "all_gather": (*_SHARED_BY_BOTH, "open_shared_buffer", "narrow_gather"),
     "reduce_scatter": (*_SHARED_BY_BOTH, "parts_reducer", "narrow_reduce"),

@@ -212,9 +212,11 @@ def declares(policy: object, name: str) -> bool:
     """Return whether a policy declares ``name``, such as ``casts_nothing``, to be true.
 
     Only the package's own policies have to declare anything: a user's own may lack the name, and is
-    then asked each time.
+    then asked each time. A policy that passes unknown names on to another policy (``__getattr__``)
+    declares nothing: the answer would be about the methods of the other policy.
     """
-    return bool(getattr(policy, name, False))
+    declared = hasattr(type(policy), name) or name in getattr(policy, "__dict__", ())
+    return declared and bool(getattr(policy, name))
 
 
 _TORCHS = {

@@ -188,7 +188,7 @@ class Gathering:
             return buffered
         if self.keeps_storage:
             return buffered
-        if config.collective.aliases_input(config.process_group) and inputs.as_stored:
+        if config.collective.offers.aliases_input(config.process_group) and inputs.as_stored:
             return AliasedUnshard(memory, inputs)
         shared = None
         if memory.no_graph_alias and inputs.layout.specs == memory.specs:  # no copy-out is needed

@@ -175,5 +175,5 @@ def open_shared_memory(
     _, nbytes = offsets_of(layout.specs)
     if nbytes == 0 or not traits_of(config.device).shared_memory:
         return None
-    buffer = config.collective.open_shared_buffer(config.process_group, nbytes)
+    buffer = config.collective.offers.open_shared_buffer(config.process_group, nbytes)
     return None if buffer is None else SharedMemory(buffer, layout, config, to_use)

@@ -311,7 +311,7 @@ class GroupGradients:
         )
         strategy: PlainReduce = self.replicas
         ends_here = settings.hook is None and not self.replicas.has_all_reduce
-        alone = config.collective.aliases_input(config.process_group)
+        alone = config.collective.offers.aliases_input(config.process_group)
         if ends_here and alone and scaling.is_identity:
             strategy = AliasReduce()
         varies = isinstance(settings.divide_factor, torch.Tensor)
