@@ -136,15 +136,18 @@ def test_fused_and_other_optimizers_step_elsewhere_alike(
 
 
 def test_pinned_offload_makes_the_host_wait_once_in_a_backward(mesh: DeviceMesh) -> None:
-    """And never in a forward; the wait itself is on a stream, which torch's watch does not see."""
+    """For the stream that copies gradients to the host; never in a forward."""
     model = _sharded(mesh, CPUOffloadPolicy())
     batch = make_batch(8, 0).to(CARD)
     loss_of(model, batch).backward()  # plans
     model.zero_grad()
     card.synchronize()
     with synchronisations() as waits:
-        loss_of(model, batch).backward()
+        loss = loss_of(model, batch)
     assert waits == []
+    with synchronisations() as waits:
+        loss.backward()
+    assert len(waits) == 1
 
 
 def test_shards_and_gradients_are_what_not_offloading_parameters_costs(

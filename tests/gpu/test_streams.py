@@ -111,6 +111,7 @@ def test_the_engine_gathers_beside_the_compute_stream(group: dist.ProcessGroup) 
     compute = card.Stream()
     for stream in (card.current_stream(), compute):
         streams.clear()
+        stream.wait_stream(card.current_stream())  # for what the other one wrote
         with card.stream(stream):
             loss_of(model, make_batch(4, 0).to(CARD)).backward()
         assert streams

@@ -50,7 +50,7 @@ def main() -> int:
     found["sanitizer"] = sanitized
     world_size = 2 if small else min(2, torch.cuda.device_count())
     found["ranks"] = world_size
-    found["models"] = _measured(world_size, small, options.out)
+    found |= _measured(world_size, small, options.out)
     found["seconds"] = round(time.time() - started)
     found["failed"] = failed_parts(found)
     (options.out / "report.json").write_text(json.dumps(found, indent=1))
@@ -88,12 +88,13 @@ def _run_tests(paths: Any, small: bool, environment: dict[str, str]) -> dict[str
     return {"ran": True, "held": code == 0, "failed": failed, **outcomes}
 
 
-def _measured(world_size: int, small: bool, out: Path) -> dict[str, dict[str, Any]]:
-    """Measure on all ranks, and plan each model; return both by model."""
+def _measured(world_size: int, small: bool, out: Path) -> dict[str, Any]:
+    """Measure on all ranks, and plan each model; return both by model, and libraries' bytes."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(measure, (world_size, folder, small), world_size)
-        found: dict[str, dict[str, Any]] = json.loads(Path(folder, "measured.json").read_text())
+        measured: dict[str, Any] = json.loads(Path(folder, "measured.json").read_text())
         (out / "trace.json").write_bytes(Path(folder, "trace.json").read_bytes())
+    found = measured["models"]
     for name, model in models(small).items():
         ours, theirs = (found[name][engine] for engine in ("fullshard", "torch"))
         found[name]["planned_bytes"] = planned = _planned(model, world_size)
@@ -103,7 +104,7 @@ def _measured(world_size: int, small: bool, out: Path) -> dict[str, dict[str, An
             "memory": not model.bar or world_size == 1 or ratio <= model.bar,
             "plan": abs(planned / ours["peak_bytes"] - 1) <= PLANNED_WITHIN,
         }
-    return found
+    return measured
 
 
 def _planned(model: Model, world_size: int) -> int:

@@ -40,16 +40,21 @@ def measure(rank: int, world_size: int, folder: str, small: bool) -> None:
         world_size=world_size,
     )
     mesh = init_device_mesh(CARD.type, (world_size,))
+    library_bytes = _library_bytes(device, card)
     found: dict[str, dict[str, Any]] = {}
     for name, model in models(small).items():
         found[name] = {}
         for engine in ENGINES:
-            found[name][engine] = _trained(model, engine, mesh, device, card)
+            losses = _losses(model, engine, mesh, device)
+            gc.collect()
+            card.empty_cache()
+            found[name][engine] = {"losses": losses, **_trained(model, engine, mesh, device, card)}
             gc.collect()
             card.empty_cache()
     trace = _traced(next(iter(models(small).values())), mesh, device, card, small)
     if rank == 0:
-        Path(folder, "measured.json").write_text(json.dumps(found))
+        measured = {"library_bytes": library_bytes, "models": found}
+        Path(folder, "measured.json").write_text(json.dumps(measured))
         Path(folder, "trace.json").write_text(json.dumps(trace))
     dist.barrier()
     dist.destroy_process_group()
@@ -68,13 +73,39 @@ def _inputs(model: Model, step: int, device: torch.device) -> list[torch.Tensor]
     return [each.to(device) for each in model.batch(seed)]
 
 
+def _library_bytes(device: torch.device, card: Any) -> int:
+    """Return what libraries allocate at their first use and keep, such as cuBLAS's workspaces."""
+    linear = nn.Linear(64, 64, device=device)
+    linear(torch.ones(64, 64, device=device)).sum().backward()
+    del linear
+    card.synchronize()
+    return int(card.memory_allocated())
+
+
+def _losses(model: Model, engine: str, mesh: DeviceMesh, device: torch.device) -> list[float]:
+    """Train some steps with kernels that add in the same order in every run."""
+    module = _sharded(model, engine, mesh, device)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    losses = []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for step in range(WARM + TIMED):
+        loss = model.loss(module, _inputs(model, step, device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    torch.use_deterministic_algorithms(False)
+    return [each.item() for each in losses]
+
+
 def _trained(
     model: Model, engine: str, mesh: DeviceMesh, device: torch.device, card: Any
 ) -> dict[str, Any]:
-    """Train some steps; return losses, peak memory in bytes, and times in seconds."""
+    """Train some steps; return peak memory beside what libraries keep, in bytes, and seconds."""
+    before = card.memory_allocated()
     module = _sharded(model, engine, mesh, device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    losses, whole, host = [], [], []
+    whole, host = [], []
     for step in range(WARM + TIMED):
         inputs = _inputs(model, step, device)
         card.synchronize()
@@ -89,11 +120,10 @@ def _trained(
         card.synchronize()
         whole.append(time.perf_counter() - start)
         host.append(queued - start)
-        losses.append(loss.detach())
+        del loss
     groups = len(model.units(module)) + 1
     return {
-        "losses": [each.item() for each in losses],
-        "peak_bytes": card.max_memory_allocated(),
+        "peak_bytes": card.max_memory_allocated() - before,
         "reserved_bytes": card.max_memory_reserved(),
         "step_s": statistics.median(whole[WARM:]),
         "host_s_per_group": statistics.median(host[WARM:]) / groups,

@@ -23,7 +23,9 @@ def report_text(found: dict[str, Any]) -> str:
         f"| tests marked `gpu` | {_tests(found['tests'])} |",
         f"| the same core with `TORCH_CUDA_SANITIZER=1` | {_tests(found['sanitizer'])} |",
         "",
-        "Losses are equal to torch's own `fully_shard` to the bit, or not. Peaks are of tensors.",
+        "Losses are equal to torch's own `fully_shard` to the bit, or not, with deterministic "
+        "algorithms. Peaks are of tensors, without what libraries keep beside them "
+        f"({found['library_bytes'] / MIB:.2f} MiB).",
         "",
         "| model | losses as torch's | peak MiB | torch's | planned | ours / torch's |",
         "|---|---|---|---|---|---|",

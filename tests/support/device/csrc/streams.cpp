@@ -73,7 +73,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return reached(queue_of(stream).end());
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    await(queue_of(stream).end());
+    await_for_host(queue_of(stream));
   }
   void synchronizeDevice(c10::DeviceIndex device) const override { await_device(device); }
 
@@ -213,13 +213,15 @@ const at::Generator& default_generator(int device) {
 void set_sync_debug(SyncDebug mode) { the_sync_debug = mode; }
 SyncDebug sync_debug() { return the_sync_debug; }
 
-void await_for_host(int device) {
+void await_for_host(int device) { await_for_host(current_queue(device)); }
+
+void await_for_host(Queue& queue) {
   constexpr auto text = "called a synchronizing operation of the asynchronous device";
   TORCH_CHECK(the_sync_debug != SyncDebug::kError, text);
   if (the_sync_debug == SyncDebug::kWarn) {
     TORCH_WARN(text);
   }
-  await(current_queue(device).end());
+  await(queue.end());
 }
 
 namespace {

@@ -24,7 +24,8 @@ const at::Generator& default_generator(int device);
 enum class SyncDebug { kDefault, kWarn, kError };
 void set_sync_debug(SyncDebug mode);
 SyncDebug sync_debug();
-// Waits for the current stream, as an operator does whose result the host needs.
+// Waits for the current stream, as an operator does whose result the host needs, or for another.
 void await_for_host(int device);
+void await_for_host(Queue& queue);
 
 }  // namespace async_cpu
