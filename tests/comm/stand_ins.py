@@ -7,7 +7,7 @@ work (a vector clock), so that a test can ask whether one piece of work is order
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -128,25 +128,19 @@ class StandInModule:
 def stand_in_accelerator() -> Iterator[tuple[StandInModule, CommStreams]]:
     """Streams of an accelerator that writes down every copy that this package makes."""
     module = StandInModule()
-    copy, side_by_side, end_to_end = compat.foreach_copy, compat.side_by_side, compat.end_to_end
 
-    def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        module.work("copy")
-        copy(targets, sources)
+    def noting(copy: Callable[..., None]) -> Callable[..., None]:
+        def noted(*tensors: Any) -> None:
+            module.work("copy")
+            copy(*tensors)
 
-    def beside(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-        module.work("copy")
-        side_by_side(tensors, output)
+        return noted
 
-    def after(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-        module.work("copy")
-        end_to_end(tensors, output)
-
+    copies = ("foreach_copy", "side_by_side", "split_rows", "end_to_end")
+    noted: dict[str, Any] = {name: noting(getattr(compat, name)) for name in copies}
     with (
         patch("torch.get_device_module", return_value=module),
-        patch.object(compat, "foreach_copy", foreach_copy),
-        patch.object(compat, "side_by_side", beside),
-        patch.object(compat, "end_to_end", after),
+        patch.multiple(compat, **noted),
     ):
         yield module, CommStreams(ACCELERATOR)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.buffers.packing import pack_gradients
 from fullshard.comm.layouts.side_by_side import even_ranks
 from fullshard.comm.layouts.views import gap_views, mask_view, piece_views
+from fullshard.comm.runtime.devices import simulated, traits_of
 
 # The rows of each tensor and the ranks; how many ranks have all of all, and equally many rows.
 WORLDS = [
@@ -46,7 +48,7 @@ def assert_packed(
         zip(gradients, piece_views(buffer, layout, range(layout.world_size)), strict=True)
     ):
         lying = torch.cat([piece.reshape(-1) for piece in pieces])
-        wanted = torch.zeros(lying.numel()) if gradient is None else gradient.reshape(-1)
+        wanted = torch.zeros(lying.numel()) if gradient is None else gradient.reshape(-1).float()
         assert torch.equal(lying, wanted)
         assert mask[:, index].eq(0.0 if gradient is None else scaling.used).all()
     assert all(gap.eq(0).all() for gap in gap_views(buffer, layout, range(layout.world_size)))
@@ -69,6 +71,23 @@ def test_a_buffer_that_serves_again_holds_what_each_reduction_packs(
         if is_missing:
             gradients[-1] = None
         pack_gradients(packed, gradients, scaling)
+        assert_packed(packed, gradients, scaling)
+
+
+@pytest.mark.parametrize("list_kernels", [False, True])
+@pytest.mark.parametrize(("rows", "world_size", "ranks"), WORLDS)
+def test_gradients_are_cast_to_the_dtype_of_a_reduction(
+    rows: tuple[int, ...], world_size: int, ranks: int, list_kernels: bool
+) -> None:
+    """In one buffer, after gradients that need no cast, and before others."""
+    layout = layout_of(rows, world_size)
+    scaling = reduction_scaling(world_size, torch.float32, averages=False)
+    packed = dirty_buffer(layout)
+    traits = replace(traits_of(torch.device("cpu")), list_kernels=list_kernels)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16):
+        gradients: list[torch.Tensor | None] = [torch.randn(n, 5).to(dtype) for n in rows]
+        with simulated("cpu", traits):
+            pack_gradients(packed, gradients, scaling)
         assert_packed(packed, gradients, scaling)
 
 

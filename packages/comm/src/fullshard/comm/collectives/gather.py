@@ -20,8 +20,8 @@ from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.coded import by_holder, coded_in
 from fullshard.comm.layouts.layout import Layout
+from fullshard.comm.layouts.side_by_side import even_ranks
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
@@ -129,8 +129,9 @@ class OwnShards:
         self._narrow = None if layout.mask_numel else for_first_ranks(layout)
         self._route: Route | None = None  # of gathers by ``_routed``
         self._routed: GatherConfig | None = None
-        self._flat = [] if traits_of(config.device).list_kernels else _end_to_end(shards, layout)
-        self._numel = sum(map(torch.numel, self._flat))
+        self._flat = _end_to_end(shards, layout)
+        self._sizes = [shard.numel() for shard in self._flat]
+        self._casts = any(shard.dtype is not layout.buffer.dtype for shard in self._flat)
 
     def pack(self, buffer: Buffer) -> None:
         """Copy the shards, cast or encoded, into this rank's slice on the current stream."""
@@ -139,7 +140,11 @@ class OwnShards:
         if not self._sources:  # then there may be no slice of this rank
             return
         if self._flat:
-            compat.end_to_end(self._flat, buffer.slice.narrow(0, 0, self._numel))
+            target = buffer.slice.narrow(0, 0, sum(self._sizes))
+            if self._casts:
+                compat.foreach_copy(target.split(self._sizes), self._flat)
+            else:
+                compat.end_to_end(self._flat, target)
             return
         targets = buffer.shards
         if len(self._places) < len(targets):  # empty ones would keep foreach off its fast path
@@ -179,14 +184,49 @@ class OwnShards:
 
 
 def _end_to_end(shards: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
-    """The shards, flat, if that is how a slice has them: without a gap, in the buffer's dtype."""
-    end = 0
-    for shard, extent in zip(shards, layout.extents, strict=True):
-        alike = shard.dtype is layout.buffer.dtype and shard.is_contiguous()
-        if not alike or extent.offset != end:
-            return []
-        end += shard.nbytes
-    return [shard.view(-1) for shard in shards]
+    """The shards with elements, flat, if a slice has them in the buffer's dtype without a gap."""
+    end, dtype = 0, layout.buffer.dtype
+    for shard, spec, extent in zip(shards, layout.specs, layout.extents, strict=True):
+        if shard.numel():
+            if spec.dtype is not dtype or not shard.is_contiguous() or extent.offset != end:
+                return []
+            end += shard.numel() * dtype.itemsize
+    return [shard.view(-1) for shard in shards if shard.numel()]
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Full tensors that lie side by side in the slices of a buffer, so that one kernel fills all.
+
+    Attributes:
+        layout: of the buffer.
+        sizes: the elements of each in a slice, then those of the padding, if any.
+        targets: their memory, ``[ranks, n]``, then memory for the padding.
+    """
+
+    layout: Layout
+    sizes: list[int]
+    targets: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, pieces: Sequence[torch.Tensor], layout: Layout) -> _Rows | None:
+        """Return those of a layout whose tensors are all even, contiguous, and of one dtype."""
+        ranks, buffer = even_ranks(layout), layout.buffer
+        alike = all(each.dtype is buffer.dtype and each.is_contiguous() for each in pieces)
+        if not ranks or not alike or any(spec.dtype is not buffer.dtype for spec in layout.specs):
+            return None
+        targets = [piece.view(ranks, -1) for piece in pieces]
+        sizes = [target.shape[1] for target in targets]
+        padding = buffer.slice_numel - sum(sizes)
+        if padding:
+            targets.append(targets[0].new_empty(ranks, padding))
+            sizes.append(padding)
+        return cls(layout, sizes, targets)
+
+    def fill(self, buffer: Buffer) -> None:
+        """Copy what a buffer holds."""
+        assert buffer.stacked is not None, "the layout is even"
+        compat.split_rows(buffer.stacked, self.sizes, self.targets)
 
 
 class FullTensors:
@@ -215,6 +255,7 @@ class FullTensors:
             if spec is spec.decoded
             for view in views.full_views(output.detach(), spec, extent.pieces)
         ]
+        self._rows = _Rows.of(self._pieces, layout)
 
     def fill(self, in_flight: AllGatherInFlight) -> None:
         """Copy what a gather of their layout brings; see ``foreach_all_gather_copy_out``."""
@@ -223,8 +264,11 @@ class FullTensors:
         with named_range("all_gather_copy_out", config.name) if is_profiled() else NOTHING:
             buffer = in_flight.take()
             in_flight.wait()
-            arrived = self._decode(buffer) if self._coded else buffer.all_pieces
-            compat.foreach_copy(self._pieces, arrived)
+            if self._rows is not None and self._rows.layout is buffer.layout:
+                self._rows.fill(buffer)
+            else:
+                arrived = self._decode(buffer) if self._coded else buffer.all_pieces
+                compat.foreach_copy(self._pieces, arrived)
             release(config, buffer, config.streams.copy_in)
         if LISTENERS:
             rank = config.process_group.rank()

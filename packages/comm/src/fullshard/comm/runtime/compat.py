@@ -18,6 +18,7 @@ Private names used (on torch 2.11, 2.13 and 2.15, unless versions are given):
 - ``torch._C._autograd._profiler_enabled``: whether a profiler records, by a call of a builtin.
 - ``torch._C._AutoDispatchBelowADInplaceOrView``: views that share memory, without a relation in
   autograd.
+- ``torch.split_with_sizes_copy`` (undocumented): one kernel that splits into many tensors.
 - ``torch._foreach_copy_``, ``_foreach_zero_``, ``_foreach_mul_``, ``_foreach_lerp_`` and
   ``_foreach_norm``: many small tensors, one launch. ``torch.optim`` uses these functions.
 """
@@ -52,6 +53,7 @@ __all__ = [
     "reduce_scatter_into",
     "served_types",
     "side_by_side",
+    "split_rows",
     "symmetric_empty",
     "timeout_of",
     "without_grad",
@@ -257,6 +259,16 @@ def side_by_side(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
     would need a view of each, which costs twice the copy).
     """
     torch._chunk_cat(list(tensors), 0, output.shape[0], out=output)
+
+
+def split_rows(
+    rows: torch.Tensor, sizes: Sequence[int], outputs: Sequence[torch.Tensor]
+) -> None:
+    """Fill outputs (``[n, sizes[i]]``) with parts of ``rows`` (``[n, sum of sizes]``), in one call.
+
+    All must be contiguous and of one dtype, or an accelerator launches a kernel for each.
+    """
+    torch.split_with_sizes_copy(rows, list(sizes), 1, out=list(outputs))
 
 
 def end_to_end(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:

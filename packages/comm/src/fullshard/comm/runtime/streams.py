@@ -92,6 +92,25 @@ def canonical_device(device: torch.device) -> torch.device:
     return device
 
 
+class _Current(AbstractContextManager[None]):
+    """A context in which a stream of an accelerator is the current one of its device."""
+
+    __slots__ = ("_before", "_device", "_stream")
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._device = torch.accelerator.current_device_index()
+        self._before = torch.accelerator.current_stream(self._stream.device_index)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.accelerator.set_stream(self._before)
+        if self._device != self._stream.device_index:  # setting a stream sets its device, too
+            torch.accelerator.set_device_index(self._device)
+
+
 class CommStreams:
     """The streams of communication for one device, and the buffers that are in retirement on them.
 
@@ -122,6 +141,8 @@ class CommStreams:
         self.inputs: Stream = self._new("inputs")
         self.reduce: Stream = self._new("reduce")
         self.all_reduce: Stream = self._new("all_reduce")
+        # torch.accelerator asks the device in C++; a device's own module takes ten times as long.
+        self._in_cpp = isinstance(self.copy_in, torch.Stream)
 
     @classmethod
     @functools.cache
@@ -138,7 +159,14 @@ class CommStreams:
             return NullStream(name)
         # High priority: a short copy or a collective's launch must not queue behind the layers
         # computed meanwhile.
-        return cast("Stream", self._module.Stream(device=self.device, priority=-1))
+        stream = self._module.Stream(device=self.device, priority=-1)
+        if isinstance(stream, torch.Stream):  # the same one, whose methods are all in C++
+            return torch.Stream(
+                stream_id=stream.stream_id,
+                device_index=stream.device_index,
+                device_type=stream.device_type,
+            )
+        return cast("Stream", stream)
 
     @property
     def retired(self) -> int:
@@ -149,6 +177,8 @@ class CommStreams:
         """The stream on which the caller's work runs now."""
         if self._module is None:
             return self._null_current
+        if self._in_cpp:
+            return torch.accelerator.current_stream(self.device.index)
         return cast("Stream", self._module.current_stream(self.device))
 
     def record(self, stream: Stream | None = None) -> StreamEvent:
@@ -162,6 +192,8 @@ class CommStreams:
         """A context in which ``stream`` is current."""
         if self._module is None:
             return NOTHING
+        if isinstance(stream, torch.Stream):
+            return _Current(stream)
         return cast("AbstractContextManager[object]", self._module.stream(stream))
 
     def retire(
