@@ -25,6 +25,7 @@ from fullshard.comm import (
     foreach_all_gather_copy_out,
     observe,
 )
+from fullshard.comm.collectives.gather import FullTensors
 from fullshard.comm.runtime.required import require
 from fullshard.comm.transports.collective import AllGather
 from support.collectives import Allocates, gather_config, shard_of
@@ -84,6 +85,34 @@ def test_every_rank_gets_the_full_tensors_of_any_shape_dim_and_dtype(async_op: b
         shards_of(fulls, SPECS, group), layout, gather_config(group), async_op=async_op
     )
     assert_gathered(in_flight, SPECS, fulls)
+
+
+@pytest.mark.parametrize("rows", [(4, 8), (2, 2), (8, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@distributed(2, 4)
+def test_even_tensors_of_one_dtype_are_gathered_whatever_padding_follows_them(
+    dtype: torch.dtype, rows: tuple[int, int]
+) -> None:
+    """One call copies all of them out; shards in float32 are cast on the way in."""
+    group = world()
+    specs = [TensorSpec(shape=(count, width), dtype=dtype) for count, width in zip(rows, (3, 5), strict=True)]
+    fulls = fulls_of(specs)
+    layout = RankMajorLayout(specs, group.size())
+    config = gather_config(group)
+    shards = [shard.float() for shard in shards_of(fulls, specs, group)]
+    for _ in range(2):
+        assert_gathered(foreach_all_gather(shards, layout, config), specs, fulls)
+
+
+def test_tensors_that_were_filled_in_inference_mode_are_filled_in_training_too() -> None:
+    specs = [TensorSpec(shape=(3,), dtype=torch.float32)]  # a slice has an element of padding
+    layout, config = RankMajorLayout(specs, 1), gather_config(group_of(0, 1))
+    outputs = empties(specs)
+    with torch.inference_mode():
+        full = FullTensors(outputs, layout, config)
+        full.fill(foreach_all_gather([torch.ones(3)], layout, config))
+    full.fill(foreach_all_gather([torch.full((3,), 2.0)], layout, config))
+    assert torch.equal(outputs[0], torch.full((3,), 2.0))
 
 
 def test_one_rank_gathers_from_itself() -> None:

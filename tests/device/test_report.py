@@ -19,6 +19,7 @@ def _found(**held: bool) -> dict[str, Any]:
     model = {"fullshard": _engine(9 << 20), "torch": _engine(10 << 20), "planned_bytes": 9 << 20}
     model["held"] = {"losses": True, "memory": True, "plan": True} | held
     found: dict[str, Any] = {"device": "a card", "torch": "2", "ranks": 2, "seconds": 5}
+    found["library_bytes"] = 3 << 20
     found |= {"tests": tests, "sanitizer": tests | {"ran": False}, "models": {"gpt": model}}
     return found | {"failed": failed_parts(found)}
 

@@ -211,15 +211,18 @@ class _Rows:
     @classmethod
     def of(cls, pieces: Sequence[torch.Tensor], layout: Layout) -> _Rows | None:
         """Return those of a layout whose tensors are all even, contiguous, and of one dtype."""
-        ranks, buffer = even_ranks(layout), layout.buffer
-        alike = all(each.dtype is buffer.dtype and each.is_contiguous() for each in pieces)
-        if not ranks or not alike or any(spec.dtype is not buffer.dtype for spec in layout.specs):
+        dtype = layout.buffer.dtype
+        alike = all(spec.dtype is dtype and spec is spec.decoded for spec in layout.specs)
+        alike &= all(each.dtype is dtype and each.is_contiguous() for each in pieces)
+        ranks = even_ranks(layout) if alike and pieces else 0
+        if not ranks:
             return None
         targets = [piece.view(ranks, -1) for piece in pieces]
         sizes = [target.shape[1] for target in targets]
-        padding = buffer.slice_numel - sum(sizes)
+        padding = layout.buffer.slice_numel - sum(sizes)
         if padding:
-            targets.append(targets[0].new_empty(ranks, padding))
+            with torch.inference_mode(False):  # training fills it too
+                targets.append(targets[0].new_empty(ranks, padding))
             sizes.append(padding)
         return cls(layout, sizes, targets)
 
