@@ -84,7 +84,10 @@ class Buffer:
     def stacked(self) -> torch.Tensor | None:
         """The slices of its ``even_ranks``, ``[ranks, slice_numel]``, if any."""
         ranks = min(even_ranks(self.layout), self.ranks.stop) - self.ranks.start
-        return self.tensor.view(len(self.ranks), -1).narrow(0, 0, ranks) if ranks > 0 else None
+        if ranks <= 0:
+            return None
+        slices = self.tensor.view(len(self.ranks), -1)
+        return slices if ranks == len(self.ranks) else slices.narrow(0, 0, ranks)
 
     @cached_property
     def mask(self) -> torch.Tensor:

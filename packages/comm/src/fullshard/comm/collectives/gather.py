@@ -131,6 +131,7 @@ class OwnShards:
         self._routed: GatherConfig | None = None
         self._flat = _end_to_end(shards, layout)
         self._sizes = [shard.numel() for shard in self._flat]
+        self._numel = sum(self._sizes)
         self._casts = any(shard.dtype is not layout.buffer.dtype for shard in self._flat)
 
     def pack(self, buffer: Buffer) -> None:
@@ -140,7 +141,9 @@ class OwnShards:
         if not self._sources:  # then there may be no slice of this rank
             return
         if self._flat:
-            target = buffer.slice.narrow(0, 0, sum(self._sizes))
+            target = buffer.slice
+            if target.shape[0] > self._numel:  # what follows is padding
+                target = target.narrow(0, 0, self._numel)
             if self._casts:
                 compat.foreach_copy(target.split(self._sizes), self._flat)
             else:
