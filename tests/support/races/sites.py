@@ -100,6 +100,7 @@ KEPT: dict[Site, str] = {
     ("ReducedShards", "shards"): _RESULT,
     ("SharedBufferUnshard", "_in_flight"): _SAME_HOST,
     ("GatherInputs", "_shards"): "shards, which live in the modules",
+    ("_Rows", "targets"): _VIEWS + "; padding is used by the current stream alone",
     ("_Pending", "in_flight"): _FLIGHT,
     ("_Pending", "staged"): "gradients of their parameters soon, used by the current stream alone",
 }
