@@ -34,8 +34,7 @@ class Buffer:
         block: the memory block of the pool that contains the buffer; None if the buffer has its own
             memory.
         ranks: consecutive ones, whose slices it has; all, unless only gradients are written to it.
-        tails: by what a mask holds and the gradients' dtype, what stands behind the tensors in
-            ``stacked``; see ``packing``.
+        tails: by what a mask holds, what stands behind the tensors in ``stacked``; see ``packing``.
     """
 
     tensor: torch.Tensor
@@ -43,7 +42,7 @@ class Buffer:
     rank: int
     block: torch.Tensor | None = None
     ranks: range = range(0)
-    tails: dict[tuple[float, torch.dtype], tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    tails: dict[float, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """All ranks, if none were named."""

@@ -18,11 +18,8 @@ from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.layouts.side_by_side import tail_of
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.devices import traits_of
 
 __all__ = ["pack_gradients", "scale_result", "write_gradients"]
-
-_BF16 = {torch.bfloat16}
 
 
 def pack_gradients(
@@ -63,10 +60,7 @@ def write_gradients(
     """
     rows, dtype = packed.stacked, packed.tensor.dtype
     present = cast("Sequence[torch.Tensor]", gradients)
-    dtypes = set(map(getattr, gradients, repeat("dtype"), repeat(None)))
-    alike = dtypes == {dtype} or (dtypes == _BF16 and dtype is torch.float32)
-    if alike and dtype not in dtypes:  # the kernel of accelerators casts these two in passing
-        alike = traits_of(packed.tensor.device).list_kernels
+    alike = set(map(getattr, gradients, repeat("dtype"), repeat(None))) == {dtype}
     if rows is None or left_out or not (alike and all(map(torch.Tensor.is_contiguous, present))):
         _copy(packed, gradients, used, left_out)
         return
@@ -86,11 +80,10 @@ def _copy_rows(
         held = views.pieces_within(layout, range(first, first + count))
         both = zip(gradients, held, strict=True)
         gradients = [each.narrow(0, at.start, count * at.shard_shape[0]) for each, (at,) in both]
-    key = used, gradients[0].dtype
-    if key not in packed.tails:
-        tail = tail_of(layout, *key, rows.device)
-        packed.tails[key] = () if tail is None else (tail.narrow(0, first, count),)
-    compat.side_by_side((*gradients, *packed.tails[key]), rows)
+    if used not in packed.tails:
+        tail = tail_of(layout, used, rows.device)
+        packed.tails[used] = () if tail is None else (tail.narrow(0, first, count),)
+    compat.side_by_side((*gradients, *packed.tails[used]), rows)
 
 
 def _copy(

@@ -36,9 +36,7 @@ def even_ranks(layout: Layout) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def tail_of(
-    layout: Layout, used: float, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor | None:
+def tail_of(layout: Layout, used: float, device: torch.device) -> torch.Tensor | None:
     """Return the elements behind all tensors of an even layout, ``[world, n]``; None if n is 0.
 
     A slice ends with a mask of ``used``, then zeros. The result is cached and read-only.
@@ -48,6 +46,6 @@ def tail_of(
     if not behind:
         return None
     with torch.inference_mode(False):  # callers outside inference mode use it too
-        tail = torch.zeros(layout.world_size, behind, dtype=dtype, device=device)
+        tail = torch.zeros(layout.world_size, behind, dtype=spec.dtype, device=device)
         tail[:, : layout.mask_numel] = used
     return tail
