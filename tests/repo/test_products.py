@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.products import changes
+from support.products import changes, few
 
 
 @pytest.mark.parametrize("letter", ["a", pytest.param("b", id="second"), "c"])
@@ -41,3 +41,20 @@ def test_a_test_that_differs_in_two_is_marked_matrix(
 ) -> None:
     marked = request.node.get_closest_marker("matrix") is not None
     assert marked is (row + column == 2)
+
+
+@pytest.mark.parametrize("value", few([(1, 2), "b"], (1, 2)))
+def test_a_value_that_is_not_among_the_first_is_marked_matrix(
+    value: object, request: pytest.FixtureRequest
+) -> None:
+    assert (request.node.get_closest_marker("matrix") is not None) is (value == "b")
+
+
+@pytest.mark.parametrize(
+    ("letter", "number"), few([("a", 1), ("b", 2), ("a", 2)], ("b", 2), together=True)
+)
+def test_values_of_several_names_are_chosen_together(
+    letter: str, number: int, request: pytest.FixtureRequest
+) -> None:
+    marked = request.node.get_closest_marker("matrix") is not None
+    assert marked is ((letter, number) != ("b", 2))

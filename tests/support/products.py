@@ -15,12 +15,21 @@ import pytest
 __all__ = ["changes", "few", "mark_crosses"]
 
 
-def few(values: Iterable[Any], *first: Any) -> list[Any]:
-    """Return ``values`` for ``parametrize``: ``tests`` runs those of ``first``, the matrix all."""
+def few(values: Iterable[Any], *first: Any, together: bool = False) -> list[Any]:
+    """Return ``values`` for ``parametrize``: ``tests`` runs those of ``first``, the matrix all.
+
+    Args:
+        values: all values of a parameter; of several parameters if ``together``.
+        first: the values that ``tests`` runs.
+        together: each value is a tuple with a value for each of several names.
+    """
     listed = list(values)
     assert all(each in listed for each in first), "a value that is not there"
     return [
-        each if each in first else pytest.param(each, marks=pytest.mark.matrix) for each in listed
+        each
+        if each in first
+        else pytest.param(*(each if together else (each,)), marks=pytest.mark.matrix)
+        for each in listed
     ]
 
 
