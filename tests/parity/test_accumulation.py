@@ -18,6 +18,7 @@ from support.parity.compare import EXACT, assert_equal, gradients_of, parameters
 from support.parity.engines import OURS, TORCH, Engine, shard, tell
 from support.parity.models import CASES, Case, build
 from support.parity.reference import Rows, adamw, my_rows, rows_of, whole_batch
+from support.products import few
 from support.ranks import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
@@ -220,7 +221,15 @@ def test_four_ranks_have_the_gradients_of_the_whole_batch(name: str, world_size:
 
 
 # After a forward without backward torch leaves the root unsharded; ours returns what a graph held.
-@pytest.mark.parametrize("name", sorted(SCENARIOS.keys() - {"dropped-forwards"}))
+@pytest.mark.parametrize(
+    "name",
+    few(
+        sorted(SCENARIOS.keys() - {"dropped-forwards"}),
+        "not-synchronised",
+        "several-forwards-several-backwards",
+        "retained-graph-with-a-forward-between",
+    ),
+)
 @distributed(2)
 def test_each_scenario_equals_torch_to_the_last_bit(name: str) -> None:
     got = _sharded(name, "transformer", OURS, None)

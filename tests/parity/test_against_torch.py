@@ -18,6 +18,7 @@ from support.parity.compare import EXACT, Tolerance, rounding
 from support.parity.engines import OURS, TORCH, Engine, shard, tell
 from support.parity.models import CASES
 from support.parity.reference import compare, my_rows, rows_of, train
+from support.products import few
 from support.ranks import distributed
 
 SUPPORTED = sorted(CASES.keys() - {"empty", "one-group", "tied-across-groups", "many-dtypes"})
@@ -59,7 +60,7 @@ def _compare(name: str, world_size: int, precision: str = "fp32", **options: Any
     compare(runs[0], runs[1], slack, average=False, grow=world_size > 2)
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", few(SUPPORTED, "transformer", "uneven", "batch-norm"))
 @distributed(2, 4, matrix=[4])
 def test_full_precision_equals_torch(name: str, world_size: int) -> None:
     _compare(name, world_size)
@@ -67,7 +68,7 @@ def test_full_precision_equals_torch(name: str, world_size: int) -> None:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("precision", sorted(PRECISIONS.keys() - {"fp32"}))
-@pytest.mark.parametrize("name", ["uneven", "transformer", "lora"])
+@pytest.mark.parametrize("name", few(["uneven", "transformer", "lora"], "uneven"))
 @distributed(2)
 def test_mixed_precision_equals_torch(name: str, precision: str, world_size: int) -> None:
     _compare(name, world_size, precision)
@@ -125,7 +126,7 @@ def test_what_is_resharded_does_not_change_the_result(
 @pytest.mark.cross
 @pytest.mark.parametrize("factor", [1.0, 3.0, 8.0])
 @pytest.mark.parametrize("precision", ["fp32", "fp32-fp16"])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_divide_factor_of_one_module_equals_torch(
     factor: float, precision: str, world_size: int
 ) -> None:

@@ -144,9 +144,10 @@ def _assert_steps(
         reference.zero_grad()
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("loss", LOSSES)
-@distributed(1, 2)
+@distributed(2, 1)
 def test_a_loss_on_a_tensor_that_no_module_returned_has_the_right_gradients(
     loss: str, way: str
 ) -> None:
@@ -235,9 +236,10 @@ def _head(run: Callable[..., float]) -> Any:
     return Assembled(run, body=nn.Linear(WIDTH, WIDTH), head=nn.Linear(WIDTH, 3))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("children", [False, True], ids=["one group", "sharded child"])
 @pytest.mark.parametrize("run", [_keeps_loss, _calls_backward], ids=["kept loss", "inside"])
-@distributed(1, 2)
+@distributed(2, 1)
 def test_a_root_that_returns_no_tensor_reduces_its_gradients_as_usual(
     run: Callable[..., float], children: bool
 ) -> None:

@@ -42,6 +42,7 @@ from support.parity.compare import (
 from support.parity.engines import OURS, TORCH, shard
 from support.parity.models import CASES, build
 from support.parity.reference import compare, my_rows, train, whole_batch
+from support.products import few
 from support.ranks import cpu_mesh, distributed
 
 # torch warns of outputs that are views, such as those of a linear layer given three dimensions.
@@ -161,11 +162,7 @@ def test_named_axes_state_dicts_hold_the_whole_parameters() -> None:
 @pytest.mark.cross
 @pytest.mark.parametrize(
     "name",
-    [
-        "uneven",
-        "transformer",
-        *(pytest.param(each, marks=pytest.mark.matrix) for each in ("lora", "twice")),
-    ],
+    few(["uneven", "transformer", "lora", "twice"], "uneven"),
 )
 @pytest.mark.parametrize("reshard", [True, None, 2])
 @distributed(4)

@@ -23,6 +23,7 @@ from support.parity.compare import (
 from support.parity.engines import shard, tell
 from support.parity.models import CASES
 from support.parity.reference import ByHand, adamw, my_rows, rows_of
+from support.products import few
 from support.ranks import cpu_mesh, distributed
 
 
@@ -68,7 +69,7 @@ def _backward(model: nn.Module, name: str, step: int) -> torch.Tensor:
     return loss.detach()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, "uneven", "tied-in-a-group", "lora"))
 @distributed(2, 4, matrix=[4])
 def test_ten_steps_in_bf16_with_fp32_reduction_equal_the_definition(
     name: str, world_size: int
@@ -104,7 +105,7 @@ def _follow(masters: nn.Module, found: Tensors) -> None:
 @pytest.mark.cross
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["uneven", "transformer"])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_gradients_are_cast_averaged_and_accumulated_as_defined(
     name: str, precision: str, world_size: int
 ) -> None:
@@ -122,7 +123,7 @@ def test_gradients_are_cast_averaged_and_accumulated_as_defined(
 
 @pytest.mark.cross
 @pytest.mark.parametrize("precision", PRECISIONS)
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_without_synchronisation_ranks_add_up_in_the_reduce_dtype(
     precision: str, world_size: int
 ) -> None:
@@ -143,7 +144,7 @@ def test_without_synchronisation_ranks_add_up_in_the_reduce_dtype(
         reference.masters.zero_grad()
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_small_terms_survive_accumulation_because_it_is_not_done_in_bf16() -> None:
     """1 + 15 * 2**-9 is 1 if added up in bf16, whose eps is 2**-7."""
     model = nn.Linear(1, 1, bias=False)

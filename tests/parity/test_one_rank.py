@@ -15,6 +15,7 @@ from support.parity.compare import EXACT, assert_equal, gradients_of, parameters
 from support.parity.engines import shard, tell
 from support.parity.models import CASES, build
 from support.parity.reference import ByHand, adamw, compare, train, whole_batch
+from support.products import few
 from support.ranks import cpu_mesh, distributed
 
 
@@ -23,7 +24,16 @@ def _alone() -> DeviceMesh:
     return cpu_mesh((dist.get_world_size(), 1), ("others", "alone"))["alone"]
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"many-dtypes"}))
+@pytest.mark.parametrize(
+    "name",
+    few(
+        sorted(CASES.keys() - {"many-dtypes"}),
+        "lora",
+        "partly-used",
+        "transformer-nested",
+        "uneven",
+    ),
+)
 @distributed(2)
 def test_training_is_bit_equal_to_the_unsharded_model(name: str) -> None:
     case = CASES[name]

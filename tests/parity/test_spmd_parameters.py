@@ -123,7 +123,7 @@ def _sharded(case: str, hidden: int, torchs: bool = False) -> tuple[Any, DeviceM
 FEW = pytest.mark.parametrize(
     "case",
     [
-        case if case in ("tp first", "hybrid", "flattened") else pytest.param(case, marks=MATRIX)
+        case if case in ("tp first", "hybrid") else pytest.param(case, marks=MATRIX)
         for case in CASES
     ],
 )

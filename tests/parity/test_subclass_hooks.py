@@ -34,6 +34,7 @@ from support.gather_hooks import (
 )
 from support.modules import Residual
 from support.parity.compare import assert_equal, parameters_of, rounding
+from support.products import few
 from support.ranks import cpu_mesh, distributed
 from support.surface.ranks import everyone
 
@@ -95,7 +96,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.cross
 @pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, "bfloat16", "two tensors"))
 @distributed(2)
 def test_training_equals_torchs_own_bit_for_bit(kind: str, reshard: bool) -> None:
     wrap, patched = KINDS[kind]
@@ -110,7 +111,7 @@ def test_training_equals_torchs_own_bit_for_bit(kind: str, reshard: bool) -> Non
     assert all(torch.equal(a, b) for a, b in zip(shards, their_shards, strict=True))
 
 
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("param_dtype", few([None, torch.bfloat16], torch.bfloat16))
 @distributed(2)
 def test_mixed_precision_equals_torchs_own(param_dtype: torch.dtype | None) -> None:
     results = []
@@ -128,7 +129,7 @@ def test_mixed_precision_equals_torchs_own(param_dtype: torch.dtype | None) -> N
 
 @pytest.mark.cross
 @pytest.mark.parametrize("hidden", [12, 5, 1])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_training_equals_the_unsharded_model_with_the_same_rounding(hidden: int) -> None:
     net, plain = _shard(_net(BFloat16Travel, hidden)), _net(None, hidden)
     for step in range(3):
@@ -248,7 +249,7 @@ def test_a_graph_that_saved_the_unsharded_weight_sees_what_backward_gathers() ->
     assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int8 and a scale", "two tensors"])
+@pytest.mark.parametrize("kind", few(["bfloat16", "int8 and a scale", "two tensors"], "bfloat16"))
 @distributed(4)
 def test_a_smaller_world_for_the_backward_gather_changes_nothing(kind: str) -> None:
     wrap, patched = KINDS[kind]

@@ -91,7 +91,7 @@ def run(model: nn.Sequential, before: Callable[[FSDPModule, bool], None]) -> Non
 
 @pytest.mark.cross
 @pytest.mark.parametrize("before", [_nothing, _without_communication, _not_waiting])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_the_mean_over_all_tokens_of_all_ranks_and_micro_batches(
     before: Callable[[FSDPModule, bool], None], world_size: int
 ) -> None:

@@ -24,13 +24,14 @@ from support.parity.compare import (
 from support.parity.engines import shard
 from support.parity.models import CASES, PartlyUsed, UnevenMLP, build
 from support.parity.reference import ByHand, adamw, compare, my_rows, rows_of, train, whole_batch
+from support.products import few
 from support.ranks import cpu_mesh, distributed
 
 # BatchNorm sees the rows of its rank, many-dtypes adds in bf16: both are compared by hand below.
 WHOLE_BATCH = sorted(CASES.keys() - {"batch-norm", "many-dtypes"})
 
 
-@pytest.mark.parametrize("name", WHOLE_BATCH)
+@pytest.mark.parametrize("name", few(WHOLE_BATCH, "transformer", "tied-across-groups", "lora"))
 @distributed(2, 4, matrix=[4])
 def test_ten_steps_of_adamw_equal_those_on_the_whole_batch(name: str, world_size: int) -> None:
     case = CASES[name]
@@ -96,7 +97,7 @@ def test_batch_norm_trains_on_its_rank_and_its_buffers_stay_there(world_size: in
     assert buffers["calls"].item() == 10
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_batch_norm_in_evaluation_equals_the_whole_batch(world_size: int) -> None:
     case = CASES["batch-norm"]
     model, whole = shard(case, dtype=torch.float64).eval(), build(case, torch.float64).eval()
@@ -105,7 +106,7 @@ def test_batch_norm_in_evaluation_equals_the_whole_batch(world_size: int) -> Non
     compare(got, want, rounding(world_size))
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_many_dtypes_in_one_group_each_reduce_in_their_own(world_size: int) -> None:
     case = CASES["many-dtypes"]
     model = shard(case, dtype=None)
@@ -174,7 +175,7 @@ def test_a_parameter_that_one_rank_uses_gets_its_gradient_on_every_rank(
         reference.masters.zero_grad()
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_rank_whose_batch_reaches_no_parameter_of_a_group_still_takes_part(
     world_size: int,
 ) -> None:

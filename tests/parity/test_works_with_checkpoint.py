@@ -26,6 +26,7 @@ from support.parity.compare import EXACT, assert_equal, gradients_of
 from support.parity.engines import OURS, TORCH, Engine
 from support.parity.models import CASES, Block, build
 from support.parity.reference import Pair, my_rows, rows_of
+from support.products import few
 from support.ranks import cpu_mesh, distributed
 
 pytestmark = [
@@ -136,9 +137,12 @@ def _pair(way: str, **options: Any) -> Pair:
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    few(WAYS, "inside", "outside-reentrant", "composable-nested-units", "wrapper-at-two-levels"),
+)
 @pytest.mark.parametrize("name", ["transformer", "tied-across-groups"])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_steps_equal_those_without_checkpoints_and_without_sharding(name: str, way: str) -> None:
     for reshard in (None, True, False):
         pair = _pair(way, reshard=reshard, name=name)

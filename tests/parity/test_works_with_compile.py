@@ -21,6 +21,7 @@ from support.modules import Residual, in_turn
 from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
 from support.parity.engines import OURS, TORCH, Engine
 from support.parity.reference import my_rows
+from support.products import few
 from support.ranks import cpu_mesh, distributed
 
 # torch warns of outputs that are views, and of what its compiler does to inputs of a graph
@@ -140,7 +141,9 @@ def _named(tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | 
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", few(WAYS, "each-before-in-place", "each-after-wrapped", "whole-in-place")
+)
 @distributed(2)
 def test_a_compiled_model_trains_as_the_unsharded_one_and_as_torchs(
     way: str, backend: str, world_size: int
@@ -154,7 +157,7 @@ def test_a_compiled_model_trains_as_the_unsharded_one_and_as_torchs(
     assert_equal(_named(parameters_of(model)), parameters_of(whole), allowed, "parameters")
 
 
-@pytest.mark.parametrize("reshard", [False, None])
+@pytest.mark.parametrize("reshard", few([False, None], False))
 @distributed(2)
 def test_what_is_resharded_does_not_matter_to_a_compiled_block(
     reshard: bool | None, world_size: int

@@ -273,9 +273,6 @@ def run(model: nn.Module, each: Program, *, warm: bool) -> list[list[torch.Tenso
 
 
 FIRST = {
-    "jvp_of_the_model",
-    "vjp_of_the_model",
-    "jacrev_of_the_model",
     "vmap_over_rows",
     "grad_of_an_energy",
     "vjp_which_is_trained",
@@ -288,7 +285,10 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "name",
+    ALL,
+)
 @distributed(2)
 def test_derivatives_are_those_of_the_unsharded_model(name: str) -> None:
     each = (PROGRAMS | OURS_ONLY)[name]

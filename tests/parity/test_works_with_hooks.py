@@ -169,7 +169,7 @@ def _steps_in_backward(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("reshard", [True, False, None])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_an_optimizer_in_backward_equals_one_after_it(
     reshard: bool | None, world_size: int
 ) -> None:

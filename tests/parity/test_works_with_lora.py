@@ -44,7 +44,7 @@ def _backward(model: nn.Module, step: int, rows: slice) -> None:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("apart", [True, False], ids=["a-group-per-layer", "one-group"])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_frozen_base_in_another_dtype_trains_as_the_unsharded_model(
     apart: bool, world_size: int
 ) -> None:

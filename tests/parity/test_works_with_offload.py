@@ -20,6 +20,7 @@ from support.parity.compare import EXACT, assert_equal, rounding
 from support.parity.engines import TORCH, shard, tell
 from support.parity.models import CASES, build
 from support.parity.reference import Pair, compare, my_rows, rows_of, train, whole_batch
+from support.products import few
 from support.ranks import cpu_mesh, distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
@@ -42,7 +43,7 @@ def test_every_combination_trains_as_the_unsharded_model(
 
 
 @pytest.mark.device(paces=True)
-@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize("reshard", few([True, False, None], True, False))
 @distributed(2)
 def test_torchs_policy_gives_what_it_gives_under_torchs_own(reshard: bool | None) -> None:
     case = CASES["transformer"]

@@ -26,6 +26,7 @@ from fullshard.wrappers.pipelining import PipelineStage
 from support.events.recorder import assert_all_returned
 from support.parity.engines import OURS, TORCH, Engine
 from support.pipelines import SCHEDULES, SPLITS, Pipeline, shard_whole
+from support.products import few
 from support.ranks import distributed
 
 TORCHS_STAGE = pipelining.PipelineStage
@@ -43,7 +44,9 @@ def _assert_returned(pipeline: Pipeline) -> None:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("scale", [True, False], ids=["scaled by torch", "by the loss"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name", few(SCHEDULES, "gpipe", "1f1b", "interleaved 1f1b", "zero bubble", "zbv")
+)
 @distributed(4, 2)
 def test_a_schedule_has_the_gradients_of_the_unsharded_stages(name: str, scale: bool) -> None:
     pipeline = Pipeline(name, PipelineStage, scale=scale)
@@ -71,6 +74,7 @@ def _kept(engine: Engine, part: nn.Sequential, mesh: DeviceMesh) -> None:
     engine.fully_shard(part, mesh=mesh)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("shard", [_blocks_only, _replicated, _kept])
 @pytest.mark.parametrize("name", ["1f1b", "zero bubble", "zbv"])
 @distributed(4)
@@ -141,7 +145,7 @@ def test_a_user_may_hold_the_parameters_around_a_step() -> None:
 # -- collectives ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", few(SCHEDULES, "1f1b", "interleaved 1f1b", "zbv"))
 @distributed(4)
 def test_it_gathers_and_reduces_each_group_once_and_no_more_than_torchs_own(name: str) -> None:
     """Gradients of torch's own are not compared: on 2.13 some are wrong, and others missing."""
@@ -164,8 +168,11 @@ def test_it_gathers_and_reduces_each_group_once_and_no_more_than_torchs_own(name
 # -- evaluation -----------------------------------------------------------------------------------
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-@pytest.mark.parametrize("name", sorted(SCHEDULES.keys() - EVALUATION_FAILS))
+@pytest.mark.parametrize(
+    "name", few(sorted(SCHEDULES.keys() - EVALUATION_FAILS), "1f1b", "zero bubble")
+)
 @distributed(4)
 def test_an_evaluation_between_steps_gathers_once_and_changes_no_gradient(
     name: str, grad: bool
@@ -215,7 +222,7 @@ def test_after_a_step_that_raised_the_next_one_is_right(name: str) -> None:
     _assert_returned(pipeline)
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", few(WHOLE, "1f1b", "interleaved 1f1b"))
 @distributed(4)
 def test_torchs_own_stage_gives_the_right_gradients_unless_backward_is_split(name: str) -> None:
     pipeline = Pipeline(name, TORCHS_STAGE)

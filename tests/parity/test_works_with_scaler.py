@@ -46,7 +46,7 @@ def _sharded(engine: Engine = OURS) -> _Run:
     return _Run(shard(CASES[NAME], engine, dtype=DTYPE), my_rows())
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_scaled_steps_equal_the_unsharded_models(world_size: int) -> None:
     run, whole = _sharded(), _Run(build(CASES[NAME], DTYPE), slice(None))
     for step in range(5):
@@ -62,7 +62,7 @@ def test_scaled_steps_equal_the_unsharded_models(world_size: int) -> None:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("unscaled_first", [True, False])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_loss_that_is_infinite_on_one_rank_makes_all_ranks_skip_and_then_go_on(
     unscaled_first: bool, world_size: int
 ) -> None:
@@ -86,7 +86,7 @@ def test_a_loss_that_is_infinite_on_one_rank_makes_all_ranks_skip_and_then_go_on
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_an_infinity_in_one_ranks_shard_is_seen_by_the_ranks_that_do_not_have_it(
     where: str, world_size: int
 ) -> None:

@@ -22,6 +22,7 @@ from support.modules import Assembled
 from support.parity.compare import EXACT, assert_equal, gradients_of, rounding
 from support.parity.engines import OURS, TORCH, Engine
 from support.parity.reference import my_rows
+from support.products import few
 from support.ranks import cpu_mesh, distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
@@ -226,7 +227,15 @@ if torch.__version__ < "2.13":
     TORCH_LOOKS_NOT_INTO.add("model-output")
 
 
-@pytest.mark.parametrize("form", sorted(FORMS.keys() - TORCH_LOOKS_NOT_INTO))
+@pytest.mark.parametrize(
+    "form",
+    few(
+        sorted(FORMS.keys() - TORCH_LOOKS_NOT_INTO),
+        "model-output",
+        "packed-sequence",
+        "once-without-gradient",
+    ),
+)
 @distributed(2)
 def test_gradients_equal_those_under_torchs_own(form: str) -> None:
     gradients = []
