@@ -21,6 +21,7 @@ from support.modules import Assembled
 from support.parity.models import CASES, Case
 from support.parity.models import build as build_case
 from support.parity.reference import my_rows, rows_of
+from support.products import few
 from support.ranks import distributed
 from support.verification.fault import batch, build, loss, shard
 
@@ -33,7 +34,9 @@ def verdict_of(**changes: Any) -> Verdict:
     return verify(**{**program, "steps": 2, "layers": True, **changes})
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NO_LAYERS])
+@pytest.mark.parametrize(
+    "name", few([name for name in CASES if name not in NO_LAYERS], "uneven", "partly-used", "lora")
+)
 @distributed(2)
 def test_the_models_of_the_parity_tests_raise_no_alarm_by_layer(name: str) -> None:
     case: Case = CASES[name]

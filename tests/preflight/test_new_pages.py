@@ -52,6 +52,7 @@ def test_a_step_that_keeps_its_memory_pays_nothing() -> None:
     assert time_new_pages(_allocations([(1, MIB)], [])) == 0.0
 
 
+@pytest.mark.matrix
 def test_a_step_that_gives_memory_back_to_the_system_pays_for_each_page() -> None:
     large = 64 * MIB  # the C library maps such an allocation by itself, and unmaps it
     job = Job(ranks=1, threads=1, world=1, allocations=_allocations([], [(1, large), (1, 0)]))

@@ -67,9 +67,9 @@ def test_a_budget_that_nothing_fits_is_said_with_the_least() -> None:
         _fit(least // 2, choices=CHOICES[-2:])
 
 
-def test_a_budget_below_the_shards_is_said_after_one_plan() -> None:
+def test_a_budget_below_the_shards_is_said_after_one_plan_and_may_be_a_text() -> None:
     with pytest.raises(BudgetError, match=r"shards and optimizer state alone are .* on each of 8"):
-        _fit(1000)
+        _fit("1KiB")
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,3 @@ def test_sizes_are_read_in_binary_units() -> None:
     for wrong in ("80GB", "much", "", "-1GiB"):
         with pytest.raises(ValueError, match="such as 80GiB"):
             parse_bytes(wrong)
-
-
-def test_a_budget_may_be_a_text() -> None:
-    with pytest.raises(BudgetError, match=r"more than the budget of 1.00 KiB|1\.00 KiB|0\.00 MiB"):
-        _fit("1KiB")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from support.products import few
 from support.published import RUNS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", few(RUNS, next(iter(RUNS))))
+@pytest.mark.matrix  # models of billions of parameters: a minute and more each
+@pytest.mark.parametrize("name", RUNS)
 def test_a_step_on_h100_takes_within_15_percent_of_what_was_published(name: str) -> None:
     run = RUNS[name]
     seconds = run.planned().step_time

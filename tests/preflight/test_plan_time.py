@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -191,8 +191,11 @@ def test_a_host_that_waits_launches_later() -> None:
     assert after.spans[1].start >= 1.0, "a CPU computes before it launches what follows"
 
 
+LAYERS = 3
+
+
 def stack() -> Stack:
-    return Stack(nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()) for _ in range(6))
+    return Stack(nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()) for _ in range(LAYERS))
 
 
 def _planned(choice: Choice = Choice(), mesh: Any = 8, **options: Any) -> tuple[Plan, Timeline]:  # noqa: B008  # frozen
@@ -204,19 +207,24 @@ def _planned(choice: Choice = Choice(), mesh: Any = 8, **options: Any) -> tuple[
     return found, found.time
 
 
+@cache
+def _usual() -> tuple[Plan, Timeline]:
+    return _planned()
+
+
 def test_a_step_is_computing_waiting_for_collectives_and_waiting_for_the_host() -> None:
-    found, time = _planned()
+    found, time = _usual()
     computing = sum(
         s.end - s.start for s in time.spans if time.streams[s.launch.stream] == "default"
     )
     assert time.step_time == pytest.approx(computing + time.exposed + time.host_bound)
     names = {time.streams[each.launch.stream] for each in time.spans}
     assert {"default", "copy_in", "gather", "reduce"} <= names
-    products = 6 * 3 - 1  # two of each layer's backward, but the first needs no gradient of x
+    products = LAYERS * 3 - 1  # two of each layer's backward, but the first needs no gradient of x
     assert time.flops == products * 2 * 512 * 256 * 256
     assert 0 < time.utilisation < 1
     (sent,) = time.traffic.values()
-    weights = 6 * 256 * 256 * 4
+    weights = LAYERS * 256 * 256 * 4
     masks = sent.nbytes - 3 * weights * 7 / 8  # gathered twice, reduced once
     assert 0 <= masks < 0.01 * sent.nbytes
     assert "wait for collectives" in str(found)
@@ -250,7 +258,7 @@ def test_replicas_send_over_their_own_axis() -> None:
 
 
 def test_a_timeline_is_a_chrome_trace_with_a_row_for_each_stream(tmp_path: Path) -> None:
-    _, time = _planned()
+    _, time = _usual()
     time.save(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     rows = {each["tid"]: each["args"]["name"] for each in events if each["ph"] == "M"}
@@ -266,7 +274,7 @@ def test_a_timeline_is_a_chrome_trace_with_a_row_for_each_stream(tmp_path: Path)
 
 def test_a_plan_is_a_picture_with_its_streams_if_it_has_a_time(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found, _ = _planned()
+    found, _ = _usual()
     found.draw(tmp_path / "timed.svg", budget=2**30)
     replace(found, time=None).draw(tmp_path / "untimed.svg")
     timed, untimed = ((tmp_path / f"{name}.svg").read_text() for name in ("timed", "untimed"))
@@ -278,7 +286,7 @@ def test_a_plan_is_a_picture_with_its_streams_if_it_has_a_time(tmp_path: Path) -
 
 
 def test_a_picture_without_matplotlib_is_refused(tmp_path: Path) -> None:
-    found, _ = _planned()
+    found, _ = _usual()
     with (
         patch.dict(sys.modules, {"matplotlib.figure": None}),
         pytest.raises(RuntimeError, match="pip install matplotlib"),

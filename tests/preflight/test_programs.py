@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.preflight import Verdict, verify
 from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard
 from support.modules import Stack
+from support.products import few
 from support.ranks import distributed
 
 WIDTH = 8
@@ -144,8 +145,19 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("layers", [False, True])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    few(
+        PROGRAMS,
+        "dicts and keywords",
+        "checkpoints with dropout",
+        "tied weights",
+        "parameters in 16 bits",
+        "groups of parameters",
+    ),
+)
 @distributed(2)
 def test_a_program_raises_no_alarm_with(name: str, layers: bool) -> None:
     verdict = verdict_of(layers, **PROGRAMS[name])
@@ -264,7 +276,7 @@ def test_a_mode_that_sharding_changed_is_a_cause_or_a_note() -> None:
     assert "is in another mode, train or eval" in str(verdict_of(True, **program))
 
 
-@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("layers", few([False, True], False))
 @distributed(2)
 def test_what_both_runs_would_pass_over_is_remarked(layers: bool) -> None:
     def masked(step: int) -> tuple[torch.Tensor, torch.Tensor]:

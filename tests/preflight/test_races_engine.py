@@ -25,7 +25,7 @@ _ON_ONE_AXIS = [
     "lists",
 ]
 
-_FEW = ["plain", "no-sync-mixed", "offloaded-accumulated", "checkpointed", "coalesced", "by-hand"]
+_FEW = ["plain", "no-sync-mixed", "offloaded-accumulated", "checkpointed", "by-hand"]
 
 
 @pytest.mark.parametrize("name", few([*OPTIONS, "gather-hooks"], *_FEW))

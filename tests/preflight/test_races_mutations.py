@@ -14,7 +14,21 @@ from support.races.mutations import MUTATIONS, Mutation, mutated
 from support.races.programs import PROGRAMS
 from support.races.sites import KEPT, LEFT_OUT, changed_sites, kept, sites
 
-_FIRST = {m.function: m for m in reversed(MUTATIONS) if not m.redundant}  # one per function
+# One for each of these functions, which are quick to watch; the rest in the matrix.
+_QUICK = {
+    "all_gather_tensors",
+    "arrived",
+    "commit",
+    "discard",
+    "fill",
+    "launch",
+    "launched",
+    "reduce_scatter_tensors",
+    "release",
+    "take_input",
+    "wait_for",
+}
+_FIRST = {m.function: m for m in reversed(MUTATIONS) if not m.redundant and m.function in _QUICK}
 _REDUNDANT = [mutation for mutation in MUTATIONS if mutation.redundant]
 
 
@@ -35,7 +49,11 @@ def test_a_redundant_line_is_not_for_the_ordering_that_is_named(mutation: Mutati
     assert ordered and all(ordered)
 
 
-@pytest.mark.parametrize("mutation", _REDUNDANT, ids=str)
+@pytest.mark.parametrize(
+    "mutation",
+    few(_REDUNDANT, *(m for m in _REDUNDANT if m.function != "synchronize_with_current")),
+    ids=str,
+)
 def test_an_ordering_that_is_not_there_is_told_from_one_that_is(mutation: Mutation) -> None:
     also, program = {
         "gather": (None, "post-forward-mesh"),  # shards that are copied on the current stream

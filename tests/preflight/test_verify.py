@@ -20,6 +20,7 @@ from fullshard.sharding import FSDPModule, fully_shard
 from support.parity.models import CASES, Case
 from support.parity.models import build as build_case
 from support.parity.reference import my_rows, rows_of
+from support.products import few
 from support.ranks import RanksFailed, distributed, run_on_ranks
 from support.verification.fault import batch, build, loss, shard
 from support.verification.faults import FAULTS
@@ -35,7 +36,16 @@ def verdict_of(**changes: Any) -> Verdict:
     return verify(**{**program, "steps": 2, **changes})
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "batch-norm"])
+@pytest.mark.parametrize(
+    "name",
+    few(
+        [name for name in CASES if name != "batch-norm"],
+        "uneven",
+        "partly-used",
+        "lora",
+        "tied-in-a-group",
+    ),
+)
 @distributed(2)
 def test_the_models_of_the_parity_tests_raise_no_alarm(name: str) -> None:
     case: Case = CASES[name]
@@ -232,7 +242,9 @@ def fails_on_rank_1(where: str, layers: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("where", "layers"), [("loss", False), ("backward", True)])
+@pytest.mark.parametrize(
+    ("where", "layers"), [pytest.param("loss", False, marks=pytest.mark.matrix), ("backward", True)]
+)
 def test_an_error_of_one_rank_between_collectives_leaves_none_waiting(
     where: str, layers: bool
 ) -> None:

@@ -15,15 +15,9 @@ _FIRST = [
     "plain",
     "accumulation inside the loss",
     "hybrid",
-    "torch's",
     "FSDP1",
-    "offloaded",
     "bfloat16",
-    "dead units",
-    "a bias that softmax cancels",
-    "SGD with momentum",
     "Muon",
-    "clipped",
 ]
 
 
