@@ -188,7 +188,7 @@ DIFFERENCES = {
 
 @pytest.mark.cross
 @pytest.mark.parametrize("kind", DIFFERENCES)
-@distributed(2, 4, timeout=TIMEOUT)
+@distributed(2, 4, matrix=[4], timeout=TIMEOUT)
 def test_a_difference_of_one_rank_raises_on_every_rank_and_is_named(kind: str) -> None:
     difference = DIFFERENCES[kind]
     odd = dist.get_world_size() - 1

@@ -30,6 +30,7 @@ from fullshard.sharding import debug_mode, fully_shard
 from fullshard.sharding.hooks.lookup import the_state
 from support.apart import apart, private_memory
 from support.modules import Assembled, Residual
+from support.products import few
 from support.ranks import distributed
 
 WIDTH = 6
@@ -223,7 +224,18 @@ PROGRAMS: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program",
+    few(
+        PROGRAMS,
+        "training",
+        "checkpointed, reentrant",
+        "accumulating",
+        "several forwards",
+        "skipping",
+        "raising",
+    ),
+)
 @distributed(2)
 def test_no_bit_differs_from_groups_that_are_alone(program: str) -> None:
     with apart() as mesh:

@@ -134,7 +134,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_gradients_are_those_of_the_unsharded_model(name: str, world_size: int) -> None:
     plans, rank = PLANS[name][:world_size], dist.get_rank()
     net = shard()

@@ -60,7 +60,7 @@ EMPTY = ("empty", math.inf)  # where torch's own raises: an empty shard has no l
     ("torchs", "name", "order"),
     [(torchs, *norm) for torchs in (False, True) for norm in [*NORMS, EMPTY][: 7 - torchs]],
 )
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_norm_and_clipped_gradients_equal_the_unsharded(
     torchs: bool, name: str, order: float, world_size: int
 ) -> None:
@@ -78,7 +78,7 @@ def test_norm_and_clipped_gradients_equal_the_unsharded(
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0])  # torch's own raises for inf and an empty shard
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_it_equals_torchs_own_on_torchs_own_fully_shard(order: float, world_size: int) -> None:
     case = CASES["uneven"]  # on 4 ranks, some have nothing of some parameters
     mine, theirs = (shard(case, engine, dtype=torch.float64) for engine in (OURS, TORCH))

@@ -137,7 +137,7 @@ def test_meshes_of_which_none_holds_the_others_are_spanned_by_all_ranks(order: f
 
 
 @BOTH_ORDERS
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_plain_parameters_are_the_same_on_all_ranks_and_count_once(order: float) -> None:
     gradients = [numbers(0), numbers(1) * 10]
     module = fsdp(gradients[0], cpu_mesh())

@@ -25,6 +25,7 @@ from support.events.recorder import (
     record,
 )
 from support.modules import Assembled
+from support.products import few
 from support.ranks import distributed
 
 
@@ -156,9 +157,14 @@ PROGRAMS = {
 @pytest.mark.cross
 @pytest.mark.parametrize(
     ("name", "reshard"),
-    [(name, reshard) for name, program in PROGRAMS.items() for reshard in program.gathers],
+    few(
+        [(name, reshard) for name, program in PROGRAMS.items() for reshard in program.gathers],
+        *((name, next(iter(program.gathers))) for name, program in PROGRAMS.items()),
+        *(("a step", reshard) for reshard in PROGRAMS["a step"].gathers),
+        together=True,
+    ),
 )
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_program_gathers_and_reduces_as_torchs(name: str, reshard: bool | None) -> None:
     program = PROGRAMS[name]
     mine, theirs = against_torch(program.run, reshard_after_forward=reshard, **program.options)

@@ -63,7 +63,7 @@ def reduced_numels(used: list[int]) -> list[int]:
     return recorder.reduced_numels
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_the_size_of_a_reduction_does_not_depend_on_which_parameters_have_a_gradient() -> None:
     sizes = [reduced_numels(used) for used in ([0, 1, 2], [1], [], [2, 2])]
     assert len(sizes[0]) == 1 and all(each == sizes[0] for each in sizes)

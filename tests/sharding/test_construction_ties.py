@@ -93,6 +93,7 @@ def _assert_same_gradients(net: nn.Module, reference: nn.Module) -> None:
             torch.testing.assert_close(full(ours.grad), theirs.grad, msg=name)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("groups", [[[0, 1]], [[0], [1], [2]], [[0, 1, 2]]])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("kept", [False, True], ids=["sharded", "unsharded"])

@@ -201,7 +201,7 @@ DIVERGENCES: dict[str, tuple[Callable[[], Any], Callable[[Any], None], tuple[str
 
 @pytest.mark.cross
 @pytest.mark.parametrize("name", DIVERGENCES)
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_divergence_is_named_on_every_rank_and_all_go_on(name: str, world_size: int) -> None:
     make, run, words = DIVERGENCES[name]
     model, last = make(), world_size - 1
@@ -336,7 +336,7 @@ class _Own(DefaultAllGather):
 
 
 @pytest.mark.cross
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 @pytest.mark.parametrize(
     "kind", ["plain", "kept", "smaller", "own", "prefetched", "offloaded", "hybrid"]
 )

@@ -104,7 +104,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, seeds: list[int]) ->
 @pytest.mark.parametrize("where", ERRORS)
 @RESHARD
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_after_an_error_on_every_rank_and_reset_iter_state_training_goes_on_as_without_it(
     first: bool, reshard: bool | None, where: str
 ) -> None:
@@ -149,7 +149,7 @@ def reset(net: Any, shard: Shard, reshard: bool | None) -> Any:
 @pytest.mark.cross
 @pytest.mark.parametrize("where", ["inside a block", "in backward"])
 @RESHARD
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_reset_after_an_error_gives_torchs_next_step(reshard: bool | None, where: str) -> None:
     def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
         net = make_net(shard, reshard_after_forward=reshard)

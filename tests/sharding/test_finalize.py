@@ -65,7 +65,7 @@ def _left(net: Any) -> list[bool]:
 
 
 @pytest.mark.parametrize("reshard", [True, False, None])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_gradients_stay_on_the_unsharded_parameters_until_the_step_is_finished(
     reshard: bool | None,
 ) -> None:

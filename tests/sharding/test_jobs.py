@@ -109,6 +109,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.matrix
 def test_the_second_job_on_a_port_takes_the_place_of_a_rank_of_the_first() -> None:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

@@ -91,7 +91,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("memory", [nullcontext, private_memory], ids=["shared", "private"])
 @pytest.mark.parametrize("way", WAYS)
-@distributed(1, 2)
+@distributed(2, 1, matrix=[1])
 def test_parameters_stay_at_their_addresses_through_training_loading_and_evaluation(
     way: str, memory: Callable[[], Any]
 ) -> None:
@@ -139,7 +139,7 @@ def test_memory_stays_allocated_until_it_is_turned_off() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@distributed(1, 2)
+@distributed(2, 1, matrix=[1])
 def test_it_can_be_turned_on_and_off_between_steps(way: str) -> None:
     net, plain = make_net(ours, **WAYS[way]), make_net(ours, **WAYS[way])
     for seed, keep in enumerate((False, True, True, False, False, True)):

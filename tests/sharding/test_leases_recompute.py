@@ -64,7 +64,7 @@ WHERE: dict[str, Callable[[bool], dict[str, Any]]] = {
 @pytest.mark.parametrize("where", WHERE)
 @RESHARD
 @REENTRANT
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_checkpoint_gathers_as_torchs_and_has_the_gradients_of_none(
     reentrant: bool, reshard: bool | None, where: str
 ) -> None:

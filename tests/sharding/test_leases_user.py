@@ -37,6 +37,7 @@ def plain(net: Any) -> list[str]:
 # -- user -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("reshard", [None, True, False, 2])
 @pytest.mark.parametrize("how", ["unshard", "unshard async", "unshard async, waited for"])
 @distributed(2)

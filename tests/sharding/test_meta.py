@@ -25,7 +25,7 @@ def _on_meta() -> Net:
         return Net()
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_meta_model_is_sharded_without_memory_and_stays_on_meta() -> None:
     net = sharded(_on_meta())
     for param in net.parameters():
@@ -58,7 +58,7 @@ def test_one_parameter_left_on_meta_is_the_only_one_named() -> None:
         net(batch())
 
 
-@distributed(1, 2, 4)
+@distributed(1, 2, 4, matrix=[4])
 def test_to_empty_and_a_full_state_dict_give_the_model_that_was_never_on_meta() -> None:
     reference, net = build(3), sharded(_on_meta())
     net.to_empty(device="cpu")
@@ -78,7 +78,7 @@ def test_after_an_error_about_meta_the_model_can_be_materialised_and_trains() ->
     assert torch.equal(net(batch()), reference(batch()))
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_parameters_that_were_materialised_share_a_spec_with_their_gradients() -> None:
     """So norms and optimizers see at once, without comparing, that both are cut alike."""
     net = sharded(_on_meta()).to_empty(device="cpu")
@@ -115,7 +115,7 @@ def _normal(param: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "initialise", [_constant, _uniform, _normal], ids=["constant", "uniform", "normal"]
 )
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_to_empty_and_nn_init_on_the_shards_then_train(
     initialise: Callable[[torch.Tensor], None],
 ) -> None:

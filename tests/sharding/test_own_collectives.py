@@ -67,7 +67,7 @@ def test_the_whole_page_runs(world_size: int) -> None:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("name", ["CountingAllGather", "ListAllGather"])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_training_through_an_all_gather_of_ones_own_changes_no_bit(name: str) -> None:
     defined = run_page(OWN_COLLECTIVE)
     expected = _train(_shard(fully_shard, make_stack()))
@@ -77,7 +77,7 @@ def test_training_through_an_all_gather_of_ones_own_changes_no_bit(name: str) ->
         assert torch.equal(mine, theirs)
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_the_counter_sees_every_gather_of_a_step(world_size: int) -> None:
     defined = run_page(OWN_COLLECTIVE)
     counter, log = defined["CountingAllGather"](), EventLog()
@@ -90,7 +90,7 @@ def test_the_counter_sees_every_gather_of_a_step(world_size: int) -> None:
     assert counter.received == sum(each.nbytes for each in gathers) * (world_size - 1) // world_size
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_custom_collective_serves_only_the_module_it_was_set_on(world_size: int) -> None:
     defined = run_page(OWN_COLLECTIVE)
     counter, log = defined["CountingAllGather"](), EventLog()
@@ -127,7 +127,7 @@ def test_gradients_sent_in_bf16_stay_within_the_tolerance_that_the_page_states(
 
 @pytest.mark.cross
 @pytest.mark.parametrize("name", ["HalfTrafficReduceScatter", "AllReduceScatter"])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_marks_survive_a_reduction_of_ones_own(name: str, world_size: int) -> None:
     """What one rank used has a gradient on all; what none used has none."""
     defined = run_page(OWN_COLLECTIVE)
@@ -142,7 +142,7 @@ def test_marks_survive_a_reduction_of_ones_own(name: str, world_size: int) -> No
     assert model.unused.bias.grad is None
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_classes_written_for_torch_serve_torchs_fully_shard_and_ours_alike() -> None:
     defined = run_page(OWN_COLLECTIVE)
     ours = _shard(fully_shard, make_stack())

@@ -32,6 +32,7 @@ from fullshard.sharding import (
 )
 from support.modules import Assembled
 from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
+from support.products import few
 from support.ranks import cpu_mesh, distributed, run_on_ranks
 from support.surface.ranks import everyone, full
 
@@ -90,7 +91,7 @@ def _mesh(hybrid: bool) -> DeviceMesh:
 @pytest.mark.cross
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("reshard", [True, False])
-@distributed(2, 1, 4)
+@distributed(2, 1, 4, matrix=[4])
 def test_training_equals_the_unsharded_model(reshard: bool, foreach: bool) -> None:
     model, plain = _sharded(reshard_after_forward=reshard), _build()
     _train(model, 3, mine=True, foreach=foreach)
@@ -262,7 +263,10 @@ def _load(folder: Path, hybrid: bool) -> dict[str, torch.Tensor]:
     return _values(model, optimizer)
 
 
-@pytest.mark.parametrize(("ranks", "hybrid"), [(1, False), (4, False), (4, True)])
+@pytest.mark.parametrize(
+    ("ranks", "hybrid"),
+    few([(1, False), (4, False), (4, True)], (1, False), (4, True), together=True),
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_loads_on_another_number_of_ranks(
     tmp_path: Path, ranks: int, hybrid: bool

@@ -281,7 +281,7 @@ def test_a_prefetched_gather_is_not_waited_for_before_its_own_pre_forward() -> N
     assert brief(recorder) == "gr wr g0 g1 w0 g2 c0 w1 c1 w2 c2"
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_prefetched_gather_is_not_waited_for_before_its_own_pre_backward() -> None:
     net = make_net(ours)
     recorder = record(net)

@@ -178,7 +178,7 @@ class CountingOffload:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("reshard", [True, False])
-@distributed(2, 1, 4)
+@distributed(2, 1, 4, matrix=[4])
 def test_an_offload_policy_is_asked_once_per_parameter_and_gather_and_once_per_gradient(
     reshard: bool,
 ) -> None:

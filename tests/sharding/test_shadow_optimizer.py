@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fullshard.sharding import clip_grad_norm_, fully_shard, replicate
 from support.modules import Assembled
 from support.parity.compare import EXACT, assert_equal, parameters_of, rounding
+from support.products import few
 from support.ranks import cpu_mesh, distributed
 from support.surface.errors import says
 
@@ -107,7 +108,9 @@ def _assert_same(one: Any, other: Any, ours: optim.Optimizer, theirs: optim.Opti
             assert torch.equal(torch.as_tensor(found), torch.as_tensor(value)), (name, key)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", few(OPTIMIZERS, "adam-foreach", "adamw", "adamw-fused", "rmsprop", "sgd")
+)
 @distributed(2)
 def test_steps_and_state_are_those_on_dtensors_to_the_last_bit(name: str) -> None:
     kind, options = OPTIMIZERS[name]
@@ -355,7 +358,18 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program",
+    few(
+        PROGRAMS,
+        "_replace_values",
+        "_forget_one",
+        "_exchange_names",
+        "a hook drops a gradient",
+        "a scheduler and another group",
+        "a closure",
+    ),
+)
 @distributed(2)
 def test_a_program_leaves_the_same_on_plain_shards_and_on_dtensors(program: str) -> None:
     one, other = _model(), _model()

@@ -33,6 +33,7 @@ from support.parity.compare import EXACT, parameters_of, rounding
 from support.parity.engines import OURS, shard
 from support.parity.models import CASES
 from support.parity.reference import compare, my_rows, train
+from support.products import few
 from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
 from support.wide.model import gradients_by_ranks, loss_of, make_batch, make_stack
 
@@ -75,7 +76,15 @@ FOUR = ("transformer", "uneven", "many-dtypes", "kept", "hybrid", "post-forward 
 
 @pytest.mark.parametrize(
     ("program", "ranks"),
-    [(name, 2) for name in PROGRAMS if name not in FOUR[-2:]] + [(name, 4) for name in FOUR],
+    few(
+        [(name, 2) for name in PROGRAMS if name not in FOUR[-2:]] + [(name, 4) for name in FOUR],
+        *(
+            (name, 2)
+            for name in ("uneven", "tied-across-groups", "lora", "many-dtypes", "bf16-fp32", "kept")
+        ),
+        *((name, 4) for name in ("uneven", "hybrid", "post-forward mesh")),
+        together=True,
+    ),
 )
 def test_no_bit_differs_from_the_process_groups_transport_but_by_the_order_of_more_additions(
     program: str, ranks: int
@@ -178,7 +187,11 @@ def _rank_1_dies_in_the_second_step(phase: str) -> None:
 
 @pytest.mark.parametrize(
     ("phase", "where"),
-    [("forward", "the gather of 0"), ("backward", "the (gather|reduction) of 1")],
+    few(
+        [("forward", "the gather of 0"), ("backward", "the (gather|reduction) of 1")],
+        ("backward", "the (gather|reduction) of 1"),
+        together=True,
+    ),
 )
 def test_where_a_rank_waited_for_one_that_was_killed_is_named(phase: str, where: str) -> None:
     with pytest.raises(RanksFailed) as caught:

@@ -98,7 +98,7 @@ def test_a_full_state_dict_is_the_unsharded_models_on_rank_0_and_empty_elsewhere
 
 
 @pytest.mark.parametrize("cpu_offload", [True, False])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_full_state_dict_on_every_rank(cpu_offload: bool) -> None:
     state = full_state_dict(sharded(build()), rank0_only=False, cpu_offload=cpu_offload)
     assert_equal_state(state, build().state_dict())
@@ -143,7 +143,7 @@ def _assert_trains_as(net: Any, reference: Any) -> None:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("assign", [False, True])
-@distributed(2, 1, 4)
+@distributed(2, 1, 4, matrix=[4])
 def test_a_sharded_state_dict_loads(assign: bool) -> None:
     source, net = sharded(build(7)), sharded(build())
     result = net.load_state_dict(source.state_dict(), assign=assign)
@@ -157,7 +157,7 @@ def test_a_sharded_state_dict_loads(assign: bool) -> None:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("assign", [False, True])
-@distributed(2, 1, 4)
+@distributed(2, 1, 4, matrix=[4])
 def test_a_full_state_dict_loads_without_communication(assign: bool) -> None:
     net = sharded(build())
     if dist.get_rank() == 0:  # alone: it would wait for ever if anything were exchanged
@@ -320,7 +320,7 @@ def test_load_full_state_dict_from_every_ranks_own_copy() -> None:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("elsewhere", ["nothing", "other values", "a full state dict"])
-@distributed(2, 1, 4)
+@distributed(2, 1, 4, matrix=[4])
 def test_load_full_state_dict_broadcasts_rank_0s(elsewhere: str) -> None:
     net = sharded(build(), reshard_after_forward=False)
     with torch.no_grad():

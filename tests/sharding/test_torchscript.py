@@ -49,6 +49,7 @@ def _train(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return losses
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("reshard", [True, False, None])
 @pytest.mark.parametrize("units", [["block"], []], ids=["block", "root"])
 @distributed(2)

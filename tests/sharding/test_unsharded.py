@@ -174,7 +174,7 @@ def test_a_step_inside_trains_as_outside() -> None:
         assert torch.equal(mine.grad.to_local(), wanted.grad.to_local())
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_the_first_rank_alone_may_run_forward_where_it_alone_is_full() -> None:
     net, whole = make_net(ours, prefetch_policy=DepthPrefetch()), make_net(None)
     with unsharded(net, rank0_only=True):
