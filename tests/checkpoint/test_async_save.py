@@ -27,6 +27,7 @@ from fullshard.checkpoint.saving.writing import _commit
 from fullshard.sharding import fully_shard
 from support import tp_model
 from support.pool.ranks import RanksFailed
+from support.products import few
 from support.ranks import cpu_mesh, distributed, run_on_ranks
 from support.surface.model import build, sharded, train
 from support.surface.ranks import assert_equal_state, full_parameters
@@ -250,7 +251,7 @@ def _save_while_one_dies(death: str, folder: Path) -> Any:
     return str(error), error.lost
 
 
-@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize("death", few(DEATHS, "before it writes", "the first, after it committed"))
 def test_a_rank_that_dies_is_named_on_the_others_and_a_whole_checkpoint_is_there(
     death: str, tmp_path: Path
 ) -> None:
@@ -336,6 +337,7 @@ print(f"{old + new} kills: {old} left the old checkpoint, {new} a newer one")
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.matrix)])
 def test_killed_at_a_random_moment_of_a_save_a_whole_checkpoint_is_there(
     kills: int, tmp_path: Path

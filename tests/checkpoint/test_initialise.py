@@ -42,7 +42,7 @@ def expected(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("wrapping", [*WRAPPINGS, "hybrid"])
 @pytest.mark.cross
-@distributed(2, 1, 3, 4)
+@distributed(2, 1, 3, 4, matrix=[1, 4])
 def test_values_are_the_unsharded_models_on_any_mesh(wrapping: str, world_size: int) -> None:
     if wrapping == "hybrid" and world_size % 2:
         return
@@ -52,7 +52,7 @@ def test_values_are_the_unsharded_models_on_any_mesh(wrapping: str, world_size: 
 
 
 @pytest.mark.parametrize("wrapping", ["blocks", "columns"])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_model_from_the_meta_device_gets_them(wrapping: str) -> None:
     with torch.device("meta"):
         net = Net()

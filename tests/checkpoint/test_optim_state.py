@@ -106,7 +106,7 @@ def trained(net: Any, optim: Optim = adamw, steps: int = 2) -> torch.optim.Optim
 
 @pytest.mark.cross
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_full_state_is_the_unsharded_optimizers_on_rank_0_and_empty_elsewhere(name: str) -> None:
     net = sharded(build())
     state = full_optim_state_dict(net, trained(net, OPTIMIZERS[name]))
@@ -116,7 +116,7 @@ def test_a_full_state_is_the_unsharded_optimizers_on_rank_0_and_empty_elsewhere(
         assert state == {}
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_full_state_on_every_rank() -> None:
     net = sharded(build())
     state = full_optim_state_dict(net, trained(net), rank0_only=False)
@@ -189,7 +189,7 @@ def test_rank_0_of_a_group_may_be_another_rank() -> None:
 # -- what travels ---------------------------------------------------------------------------------
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_rank0_only_sends_parts_to_rank_0_and_whole_tensors_to_nobody() -> None:
     net = sharded(build())
     stepped = trained(net)
@@ -245,7 +245,7 @@ def test_parameters_that_are_not_managed_are_saved_as_they_are() -> None:
     assert_same(full_optim_state_dict(net, trained(net), rank0_only=False), definition())
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_frozen_and_unused_parameters_have_no_state() -> None:
     def prepared() -> Net:
         net = build()
@@ -326,7 +326,7 @@ class _Odd(torch.optim.Optimizer):
                 local.add_(state["sum"], alpha=-group["lr"])
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_plain_parts_none_and_what_is_no_tensor_are_saved() -> None:
     net = sharded(build())
     stepped = trained(net, _Odd)
@@ -344,7 +344,7 @@ def test_state_that_belongs_to_no_parameter_is_kept() -> None:
     assert state["state"]["my counter"] == {"value": torch.tensor(3)}
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_sum_that_is_not_added_up_yet_is_saved_as_the_sum() -> None:
     net: Any = sharded(build())
     stepped = trained(net)
@@ -359,7 +359,7 @@ def test_a_sum_that_is_not_added_up_yet_is_saved_as_the_sum() -> None:
             assert state["state"]["head.weight"]["seen"].tolist() == [total] * 3
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_tensor_of_a_class_of_its_own_keeps_it_and_is_not_scattered_by_its_bytes() -> None:
     net: Any = sharded(build())
     stepped = trained(net)
@@ -417,7 +417,7 @@ def test_a_class_that_cannot_be_cut_is_an_error_that_names_the_state() -> None:
 # -- sharded, local, and the options --------------------------------------------------------------
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_sharded_state_is_cut_as_the_parameters_and_sends_nothing() -> None:
     net = sharded(build())
     stepped = trained(net)
@@ -550,7 +550,7 @@ def test_an_error_of_one_rank_is_told_to_the_others() -> None:
     assert everyone("in step") == ["in step"] * dist.get_world_size()
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_ranks_with_other_state_raise_on_every_rank_naming_the_parameter() -> None:
     net = sharded(build())
     stepped = trained(net)

@@ -38,6 +38,7 @@ from fullshard.sharding import (
 )
 from support import tp_model
 from support.named_optimizer import NamedAdamW
+from support.products import few
 from support.ranks import cpu_mesh, distributed, run_on_ranks
 from support.surface.model import build, sharded, train
 from support.surface.ranks import everyone, full
@@ -110,7 +111,7 @@ def test_a_state_from_elsewhere_trains_on_in_shards(source: str) -> None:
     assert_trains_on(weights_then_losses(net, stepped, weights, part))
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[2])
 def test_a_state_trains_on_in_a_hybrid_model_and_comes_back() -> None:
     weights, state = saved()
     net = hybrid(build(7))
@@ -137,7 +138,9 @@ def _load_from_another_world(weights: dict[str, Any], state: dict[str, Any]) -> 
     return weights_then_losses(net, stepped, weights, part)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)], ids=["doubled", "halved"])
+@pytest.mark.parametrize(
+    ("before", "after"), few([(2, 4), (4, 2)], (4, 2), together=True), ids=["doubled", "halved"]
+)
 def test_a_state_trains_on_on_another_number_of_ranks(before: int, after: int) -> None:
     weights, state = run_on_ranks(_save_for_another_world, before)[0]
     for losses in run_on_ranks(_load_from_another_world, after, weights, state):
@@ -289,7 +292,7 @@ def test_none_lists_and_state_of_no_parameter_are_loaded_as_they_are() -> None:
         assert part["state"]["my counter"] == 3
 
 
-@pytest.mark.parametrize("hidden", [8, 7], ids=["even", "uneven"])
+@pytest.mark.parametrize("hidden", few([8, 7], 7), ids=["even", "uneven"])
 @distributed(2, 4)
 def test_tensor_parallel_parameters_travel_too_and_only_rank_0_has_them_whole(hidden: int) -> None:
     def stepped(model: Any, steps: range) -> Any:
@@ -330,7 +333,7 @@ def test_tensor_parallel_parameters_travel_too_and_only_rank_0_has_them_whole(hi
 # -- scattered ------------------------------------------------------------------------------------
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_scattering_gives_what_sharding_gives_and_reads_rank_0s_alone() -> None:
     weights, state = saved()
     net = every_layer(build(7))
@@ -414,7 +417,7 @@ def test_sharded_states_that_differ_between_ranks_raise_on_every_rank() -> None:
 @pytest.mark.cross
 @pytest.mark.parametrize("kind", OptimStateKind)
 @pytest.mark.parametrize("load_directly", [False, True])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_each_kind_trains_on(kind: OptimStateKind, load_directly: bool) -> None:
     options = OptimStateOptions(kind=kind, rank0_only=kind is OptimStateKind.FULL and load_directly)
     net, other = sharded(build()), sharded(build(7))
@@ -447,7 +450,9 @@ def _load_parts(folder: str) -> list[float]:
     return weights_then_losses(net, stepped, state["model"], part)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)], ids=["doubled", "halved"])
+@pytest.mark.parametrize(
+    ("before", "after"), few([(2, 4), (4, 2)], (2, 4), together=True), ids=["doubled", "halved"]
+)
 def test_a_sharded_state_is_saved_and_loaded_by_torchs_checkpoints(
     tmp_path: Path, before: int, after: int
 ) -> None:
@@ -467,7 +472,7 @@ def _cut_by_torch(tensor: torch.Tensor, dim: int) -> ShardedTensor:
 
 
 @pytest.mark.parametrize("target", WRAPPINGS)
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_sharded_tensor_is_taken_where_it_is_cut_into_rows_and_refused_otherwise(
     target: str,
 ) -> None:

@@ -52,7 +52,7 @@ COPIES: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("door", COPIES)
-@distributed(2, 1)
+@distributed(2, 1, matrix=[1])
 def test_a_copy_stays_what_it_was_while_training_goes_on(door: str) -> None:
     net = build()
     whole = nn.Parameter(torch.ones(3))

@@ -212,7 +212,7 @@ def _memory_from(take: Callable[[Any, torch.dtype], torch.Tensor]) -> Iterator[N
 
 
 @pytest.mark.parametrize("to", [[0], None])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_memory_is_the_shards_and_three_buckets(to: list[int] | None, world_size: int) -> None:
     count, nbytes = 24, 128 * 128 * 4
     model = fully_shard(nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(count)]))
