@@ -200,7 +200,7 @@ def test_a_policy_without_the_method_is_an_error_that_names_it() -> None:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("policy", [ClassWrap(Block), SizeWrap(min_numel=49)])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_a_wrapped_model_trains_as_the_unsharded_one(policy: Any) -> None:
     reference, net = build(), build()
     wrap(net, policy)

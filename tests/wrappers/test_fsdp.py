@@ -15,6 +15,7 @@ import fullshard.policies
 import fullshard.sharding
 from fullshard.wrappers import fsdp
 from support.members import ROOT
+from support.products import few
 from support.ranks import distributed
 from support.surface.model import build, train
 from support.surface.ranks import assert_equal_state, full_parameters
@@ -180,7 +181,7 @@ def _train_with(front: Any, reshard: bool | None, dtype: torch.dtype | None) -> 
 
 @pytest.mark.cross
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize("reshard", few([True, False, None], True, False))
 @distributed(2, 4, matrix=[4])
 def test_code_written_for_torch_gives_the_same_numbers_with_one_import_line_changed(
     reshard: bool | None, dtype: torch.dtype | None

@@ -62,6 +62,7 @@ def _with_gradients(front: Front, strategy: str, *, grad: bool) -> list[set[str]
     return seen
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2, 4, matrix=[4])
@@ -140,6 +141,7 @@ def test_a_change_of_full_parameters_between_is_an_assertion_error_as_torchs(how
             loss.backward()
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("nested", [True, False])
 @distributed(2)

@@ -79,7 +79,7 @@ def test_what_is_ignored_and_an_overridden_strategy_are_said() -> None:
     equal(*losses)
 
 
-@distributed(2, 4)
+@distributed(2, 4, matrix=[2])
 def test_meshes_are_made_as_they_were() -> None:
     mesh = hybrid_mesh()
     hybrid: dict[str, Any] = {"sharding_strategy": "HYBRID_SHARD"}

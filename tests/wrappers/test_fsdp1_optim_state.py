@@ -28,6 +28,7 @@ from support.fsdp1_fronts import (
     unsharded_steps,
 )
 from support.named_optimizer import NamedAdamW
+from support.products import few
 from support.ranks import distributed, run_on_ranks
 from support.surface.model import Net, build, sharded
 from support.surface.ranks import full, full_parameters
@@ -80,7 +81,9 @@ def _weights(way: str, model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("keys", OptimStateKeyType)
-@pytest.mark.parametrize("target", [way for way in WAYS if way != "blocks"])
+@pytest.mark.parametrize(
+    "target", few([way for way in WAYS if way != "blocks"], "the root alone", "fully_shard")
+)
 @distributed(2, 4, matrix=[4])
 def test_it_travels_from_one_wrapping_into_another_and_back(
     target: str, keys: OptimStateKeyType
@@ -105,7 +108,9 @@ def test_it_travels_from_one_wrapping_into_another_and_back(
     close(_trained("blocks", model, optim), _definition(_two_groups))
 
 
-@pytest.mark.parametrize("target", [way for way in WAYS if way != "blocks"])
+@pytest.mark.parametrize(
+    "target", few([way for way in WAYS if way != "blocks"], "fully_shard", "replicas")
+)
 @distributed(2, 4, matrix=[4])
 def test_what_was_loaded_elsewhere_trains_on(target: str) -> None:
     kind = FullyShardedDataParallel
@@ -170,7 +175,7 @@ def _snapshot(value: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("keys", OptimStateKeyType)
+@pytest.mark.parametrize("keys", few(OptimStateKeyType, OptimStateKeyType.PARAM_NAME))
 @distributed(2)
 def test_nothing_that_a_user_passes_is_changed_nor_by_steps_after_it_was_loaded(
     keys: OptimStateKeyType,
@@ -252,13 +257,17 @@ def _loaded(weights: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
     equal((train(model, STEPS, optimizer=lambda net: ours), full_state(OURS, model)), expected)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)], ids=["doubled", "halved"])
+@pytest.mark.parametrize(
+    ("before", "after"), few([(2, 4), (4, 2)], (4, 2), together=True), ids=["doubled", "halved"]
+)
 def test_it_goes_to_another_number_of_ranks(before: int, after: int) -> None:
     weights, state = run_on_ranks(_saved, before)[0]
     run_on_ranks(_loaded, after, weights, state)
 
 
-@pytest.mark.parametrize("way", ["shard", "scatter", "flatten", "to_load"])
+@pytest.mark.parametrize(
+    "way", few(["shard", "scatter", "flatten", "to_load"], "scatter", "to_load")
+)
 @distributed(2, 4, matrix=[4])
 def test_parameters_outside_any_instance_are_left_to_those_who_manage_them(way: str) -> None:
     found = []

@@ -46,6 +46,7 @@ from support.fsdp1_fronts import (
     train,
     unsharded_steps,
 )
+from support.products import few
 from support.ranks import distributed
 from support.surface.model import build
 
@@ -376,7 +377,9 @@ def test_a_kind_that_cannot_be_is_refused() -> None:
         kind.get_state_dict_type(model)
 
 
-@pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", few([kind.name for kind in KINDS], "FULL_STATE_DICT", "SHARDED_STATE_DICT")
+)
 @distributed(2, 4, matrix=[4])
 def test_the_optimizers_state_is_of_the_same_kind(kind: str) -> None:
     model = OURS.wrapped()

@@ -26,6 +26,7 @@ from support.fsdp1_fronts import (
     rows,
     up_to_order,
 )
+from support.products import few
 from support.ranks import distributed
 from support.surface.model import build
 
@@ -108,7 +109,9 @@ def test_without_recursion_only_the_instances_own_are_whole() -> None:
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize(
+    "strategy", few(["FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"], "FULL_SHARD", "NO_SHARD")
+)
 @pytest.mark.parametrize("writeback", [True, False])
 @distributed(2, 4, matrix=[4])
 def test_gradients_are_whole_and_written_back_with_the_parameters(
@@ -137,7 +140,9 @@ def test_gradients_are_whole_and_written_back_with_the_parameters(
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize(
+    "strategy", few(["FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"], "FULL_SHARD", "NO_SHARD")
+)
 @pytest.mark.parametrize("offload", [False, True])
 @distributed(2, 4, matrix=[4])
 def test_gradients_are_whole_between_a_forward_and_its_backward(

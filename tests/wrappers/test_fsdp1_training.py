@@ -35,6 +35,7 @@ from support.fsdp1_fronts import (
     up_to_order,
 )
 from support.modules import Assembled, in_turn
+from support.products import few
 from support.ranks import cpu_mesh, distributed
 from support.surface.model import Block, build
 
@@ -42,7 +43,7 @@ SHARDED = ["FULL_SHARD", "SHARD_GRAD_OP"]
 HYBRID = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 
 
-@pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
+@pytest.mark.parametrize("strategy", few([*SHARDED, "NO_SHARD"], "FULL_SHARD", "NO_SHARD"))
 @distributed(2, 4, matrix=[4])
 def test_a_strategy_trains_as_the_unsharded_model_and_as_torchs(strategy: str) -> None:
     ours = steps_of(OURS, OURS.wrapped(sharding_strategy=strategy))
@@ -67,6 +68,7 @@ def test_full_shard_gathers_for_backward_again_and_shard_grad_op_does_not() -> N
     assert _gathers("SHARD_GRAD_OP") == once
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("strategy", HYBRID)
 @pytest.mark.parametrize("shards", [2, 1])
 @distributed(2, 4, matrix=[4])
@@ -103,8 +105,8 @@ def test_a_hybrid_strategy_without_process_groups_shards_inside_a_node() -> None
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
-@distributed(2, 4)
+@pytest.mark.parametrize("strategy", few([*SHARDED, "NO_SHARD"], "FULL_SHARD", "NO_SHARD"))
+@distributed(2, 4, matrix=[4])
 def test_one_process_group_shards_among_its_own_ranks(strategy: str) -> None:
     mesh = hybrid_mesh()
     group = mesh.get_group("shard")
@@ -147,7 +149,11 @@ def scaled() -> nn.Module:
     return Assembled(_scaled, net=build(), scale=nn.Buffer(torch.tensor(1 / 3)), saw=[])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS, ids=lambda each: "-".join(map(str, each)))
+@pytest.mark.parametrize(
+    "precision",
+    few(PRECISIONS, PRECISIONS[1], PRECISIONS[3]),
+    ids=lambda each: "-".join(map(str, each)),
+)
 @distributed(2, 4, matrix=[4])
 def test_mixed_precision_trains_as_torchs(precision: dict[str, Any]) -> None:
     found = []
@@ -209,7 +215,7 @@ def test_the_roots_inputs_are_cast_and_nobody_elses_unless_asked() -> None:
             assert found[0][1][0] is (torch.bfloat16 if cast_root else torch.float32)
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("reduce_dtype", few([None, torch.bfloat16], torch.bfloat16))
 @distributed(2, 4, matrix=[4])
 def test_low_precision_gradients_are_kept_on_demand(reduce_dtype: torch.dtype | None) -> None:
     precision = {
@@ -355,7 +361,7 @@ def test_no_choice_of_prefetching_changes_a_bit() -> None:
         up_to_order(expected, steps_of(TORCH, TORCH.wrapped(**arguments)))
 
 
-@pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
+@pytest.mark.parametrize("strategy", few([*SHARDED, "NO_SHARD"], "FULL_SHARD", "NO_SHARD"))
 @distributed(2, 4, matrix=[4])
 def test_no_sync_accumulates_as_torchs_and_as_the_unsharded_model(strategy: str) -> None:
     found = []
@@ -405,7 +411,7 @@ def test_no_sync_of_an_instance_inside_another_holds_for_it_alone() -> None:
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("norm_type", [1, 1.5, 2, 3.0, math.inf, "inf"])
+@pytest.mark.parametrize("norm_type", few([1, 1.5, 2, 3.0, math.inf, "inf"], 1, 2, math.inf))
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @distributed(2, 4, matrix=[4])
 def test_the_norm_and_the_clipped_gradients_are_torchs(strategy: str, norm_type: Any) -> None:
@@ -440,7 +446,7 @@ def _tied() -> Any:
     return model
 
 
-@pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
+@pytest.mark.parametrize("strategy", few([*SHARDED, "NO_SHARD"], "FULL_SHARD", "NO_SHARD"))
 @distributed(2, 4, matrix=[4])
 def test_tied_and_frozen_parameters_train_wherever_the_instances_part(strategy: str) -> None:
     expected = unsharded_steps(_tied())
