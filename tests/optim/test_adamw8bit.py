@@ -19,6 +19,7 @@ from fullshard.optim.quantised.rounding import places_in, rounded_to_bf16
 from support.optim.given import GivenSteps
 from support.optim.ways import WAYS, give
 from support.optim.wide import SHAPES, Wide, wide_gradients
+from support.products import few
 from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
 
@@ -30,11 +31,12 @@ def _adamw8bit(model: nn.Module, **options: Any) -> AdamW8bit:
 STEPS = GivenSteps(module=Wide, gradients=wide_gradients, make=_adamw8bit, count=3)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(WAYS, "hybrid", "tensor parallel", "columns", "three"))
 def test_parameters_codes_and_scales_are_those_of_the_unsharded_model(way: str) -> None:
     STEPS.assert_the_same(WAYS[way])
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("rounding", ["stochastic", "residual", "nearest"])
 @pytest.mark.parametrize("way", ["three", "columns", "tensor parallel"])
 def test_bf16_parameters_are_rounded_alike_on_every_mesh(way: str, rounding: str) -> None:

@@ -60,7 +60,7 @@ def nothing(memory: Mapping[int, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int16])
 @pytest.mark.parametrize("shared", [True, False])
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_each_rank_gets_what_each_other_one_gave_it(
     world_size: int, shared: bool, dtype: torch.dtype
 ) -> None:

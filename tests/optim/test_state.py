@@ -26,6 +26,7 @@ from fullshard.sharding import fully_shard
 from support.optim.shapes import Shapes, gradients, groups_of
 from support.optim.ways import WAYS, Way, full_state, full_values, give
 from support.optim.wide import Wide, wide_gradients
+from support.products import few
 from support.ranks import cpu_mesh, distributed
 
 Maker = Callable[[nn.Module], torch.optim.Optimizer]
@@ -91,10 +92,15 @@ def _take_values(model: nn.Module, way: Way | None, values: dict[str, torch.Tens
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("make", few(MAKERS, _muon, _adamw8bit))
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("four", "tensor parallel"), ("hybrid", "four"), ("tensor parallel", "hybrid")],
+    few(
+        [("four", "tensor parallel"), ("hybrid", "four"), ("tensor parallel", "hybrid")],
+        ("four", "tensor parallel"),
+        ("tensor parallel", "hybrid"),
+        together=True,
+    ),
 )
 @distributed(4)
 def test_torchs_checkpoints_go_onto_another_mesh(
@@ -115,7 +121,7 @@ def test_torchs_checkpoints_go_onto_another_mesh(
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("make", few(MAKERS, _muon, _adamw8bit))
 @pytest.mark.parametrize("way", ["four", "tensor parallel", "hybrid"])
 @distributed(4)
 def test_our_functions_bring_it_to_the_unsharded_model_and_back(way: str, make: Maker) -> None:
@@ -136,7 +142,7 @@ def test_our_functions_bring_it_to_the_unsharded_model_and_back(way: str, make: 
     _assert_goes_on(other, again, WAYS["four"], make)
 
 
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("make", few(MAKERS, _adamw8bit))
 def test_a_state_dict_a_copy_and_a_pickle_go_on_as_the_run_itself(make: Maker) -> None:
     model, optimizer = _start(None, make)
     _step(model, optimizer, None, 0, 1)

@@ -97,7 +97,7 @@ def _clipped(clip: Callable[..., Any]) -> Around:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-@distributed(2, 4)
+@distributed(2, 4, matrix=[4])
 def test_ten_steps_are_those_of_the_unsharded_model(make: Maker) -> None:
     whole, sharded = _small(make), _sharded(make)
     _train(whole, lambda tokens: tokens, make)
@@ -107,6 +107,7 @@ def test_ten_steps_are_those_of_the_unsharded_model(make: Maker) -> None:
     assert moved.abs().max() > 20 * LR * 2**-8
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_])
 @distributed(2)
@@ -167,6 +168,7 @@ class _Elsewhere(NoOffload):
         return there
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("policy", [CPUOffloadPolicy(pin_memory=False), _Elsewhere()])
 @distributed(2)

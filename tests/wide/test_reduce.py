@@ -26,6 +26,7 @@ from fullshard.comm import (
     foreach_reduce,
     reduction_scaling,
 )
+from support.products import few
 from support.threads.group import ThreadGroup
 from support.threads.ranks import ThreadRank, run_on_threads
 from support.wide.tensors import (
@@ -88,7 +89,12 @@ def _check(
 )
 @pytest.mark.parametrize(
     ("streams", "averages"),
-    [(CommStreams, False), (BlockingStreams, False), (OneStream, False), (CommStreams, True)],
+    few(
+        [(CommStreams, False), (BlockingStreams, False), (OneStream, False), (CommStreams, True)],
+        (CommStreams, False),
+        (OneStream, False),
+        together=True,
+    ),
     ids=["async", "sync", "one-stream", "average"],
 )
 def test_128_ranks_reduce_uneven_gradients_to_the_mean(
@@ -113,7 +119,7 @@ def test_128_ranks_reduce_uneven_gradients_to_the_mean(
 
 @pytest.mark.cross
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("factor", [1.0, 3.0, 96.0, 1000.0])
+@pytest.mark.parametrize("factor", few([1.0, 3.0, 96.0, 1000.0], 1.0, 1000.0))
 def test_the_sum_is_divided_by_the_custom_factor(dtype: torch.dtype, factor: float) -> None:
     specs = specs_of((dtype,))[:4]
     layout = RankMajorLayout(specs, WORLD)

@@ -188,13 +188,13 @@ def test_what_is_small_beside_a_large_gradient_is_lost_without_and_arrives_with_
     def trained(feedback: ErrorFeedback | None) -> torch.Tensor:
         net: Any = fully_shard(Layer(), wire_policy=policy_of(feedback))
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-        for _ in range(200):
+        for _ in range(100):
             net().backward()
             optimizer.step()
             optimizer.zero_grad()
         return full(net.weight)[:, 1]
 
-    wanted = torch.full((4,), -200 * 1e-4)
+    wanted = torch.full((4,), -100 * 1e-4)
     assert trained(None).eq(0).all()
     torch.testing.assert_close(trained(ErrorFeedback()), wanted, rtol=0, atol=1 / 254)
 
@@ -401,7 +401,7 @@ def test_replicas_stay_equal_to_the_last_bit_in_any_precision() -> None:
             assert torch.equal(*parts)
 
 
-@distributed(2, 3)
+@distributed(2, 3, matrix=[3])
 def test_a_run_is_the_same_again_to_the_last_bit() -> None:
     _, one = train(sharded(wire_policy=policy_of(ErrorFeedback())), steps=5)
     _, other = train(sharded(wire_policy=policy_of(ErrorFeedback())), steps=5)

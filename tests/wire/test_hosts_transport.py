@@ -31,6 +31,7 @@ from fullshard.comm.transports.rank_order import reduce_in_rank_order
 from fullshard.wire import HostsTransport, Quantised, WirePolicy
 from fullshard.wire.turns import Turns
 from support.collectives import Allocates, drawn_gradients, reduce_config, shard_of
+from support.products import few
 from support.ranks import RanksFailed, distributed, run_on_ranks
 from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
@@ -111,7 +112,7 @@ def sum_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize(("ranks", "per_host"), [(128, 8), (96, 16)])
+@pytest.mark.parametrize(("ranks", "per_host"), few([(128, 8), (96, 16)], (96, 16), together=True))
 def test_in_a_wide_world_everybody_gets_everything(ranks: int, per_host: int) -> None:
     def body(rank: ThreadRank) -> tuple[torch.Tensor, torch.Tensor]:
         transport = HostsTransport(per_host)
@@ -132,6 +133,7 @@ def test_in_a_wide_world_everybody_gets_everything(ranks: int, per_host: int) ->
 # -- processes, which share memory inside a host and send messages between hosts ------------------
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("op", [SUM, MEAN, dist.ReduceOp.MAX])
 @distributed(4)

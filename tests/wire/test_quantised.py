@@ -32,6 +32,7 @@ def matrices(form: Quantised) -> WirePolicy:
     return WirePolicy(gathers=form, reductions=form, exact=("*.1.weight", "*.bias"))
 
 
+@pytest.mark.cross
 @forms
 @distributed(2, 3)
 def test_all_ranks_compute_with_the_decoded_weights_and_keep_exact_shards(form: Quantised) -> None:
@@ -59,6 +60,7 @@ def test_losses_stay_close_to_those_of_exact_training(form: Quantised) -> None:
         assert abs(mine - other) < tolerance * exact[0]
 
 
+@pytest.mark.cross
 @forms
 @distributed(2, 3)
 def test_a_gradient_is_the_sum_of_decoded_ones_in_rank_order(form: Quantised) -> None:
