@@ -17,6 +17,7 @@ from fullshard_bench.records.statistics import (
     excess_growth,
     excess_ratio,
 )
+from support.products import few
 
 whole = st.integers(min_value=1, max_value=1000)
 
@@ -102,7 +103,7 @@ def test_without_any_excess_on_the_other_side_all_is_infinite() -> None:
     assert (found.low, found.value, found.high) == (math.inf,) * 3
 
 
-@pytest.mark.parametrize("size", [1.0, 4.0])
+@pytest.mark.parametrize("size", few([1.0, 4.0], 4.0))
 def test_about_nine_of_ten_intervals_contain_the_truth(size: float) -> None:
     """Of Gaussian rounds, with noise of `size` on all contestants and 1 of each one's own.
 

@@ -74,6 +74,7 @@ def test_meshes_are_curves_and_files_have_all_that_was_said(
     assert json.loads((tmp_path / "tiny_best.json").read_text())["traceEvents"]
 
 
+@pytest.mark.matrix
 def test_this_machine_is_measured_and_the_best_is_a_picture_and_a_trace(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

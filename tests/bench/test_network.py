@@ -45,7 +45,7 @@ def allowed() -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.usefixtures("allowed")
 def test_ranks_meet_over_a_slow_link_and_the_hosts_are_gone_afterwards() -> None:
     chosen = settings(network="100mbit", impl=("fullshard", "none"), exposed=False)

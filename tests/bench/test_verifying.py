@@ -10,6 +10,7 @@ from bench.measured import measured, settings
 from fullshard_bench.cli import main
 from fullshard_bench.records.result import Entry
 from fullshard_bench.running.suites import SUITES
+from support.products import few
 
 
 def _entries(**options: Any) -> dict[str, Entry]:
@@ -22,16 +23,15 @@ def _said(entry: Entry) -> tuple[str, str]:
     return entry.verification.outcome, entry.verification.reason
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"model": "gpt-tiny:layers=1,width=16,vocabulary=32"},
-        {"model": "experts:layers=1,width=16,count=2,heads=2", "tokens": 8},
-        {"model": "bench.stand_ins:small", "rows": 2, "clip": 0.0},
-        {"checkpointing": True, "offload": True},
-    ],
-    ids=lambda options: ",".join(options),
-)
+_OPTIONS: list[dict[str, Any]] = [
+    {"model": "gpt-tiny:layers=1,width=16,vocabulary=32"},
+    {"model": "experts:layers=1,width=16,count=2,heads=2", "tokens": 8},
+    {"model": "bench.stand_ins:small", "rows": 2, "clip": 0.0},
+    {"checkpointing": True, "offload": True},
+]
+
+
+@pytest.mark.parametrize("options", few(_OPTIONS, _OPTIONS[0], _OPTIONS[2]), ids=",".join)
 def test_contestants_that_train_as_the_unsharded_model_are_equal_under(
     options: dict[str, Any],
 ) -> None:
@@ -68,6 +68,7 @@ def test_contestants_that_it_cannot_run_are_said_with_the_reason_and_still_measu
     assert "float32 copies" in _said(masters)[1]
 
 
+@pytest.mark.matrix
 def test_a_policy_of_lower_bits_is_compared_in_these() -> None:
     found = _entries(impl=("fullshard", "torch"), dtype="bfloat16", reduce_dtype="float32")
     assert {_said(each)[0] for each in found.values()} == {"equal"}

@@ -11,6 +11,7 @@ from fullshard_train.checkpoints.checkpoint import load_checkpoint, read_positio
 from fullshard_train.checkpoints.store import CheckpointStore
 from fullshard_train.errors import TrainError
 from fullshard_train.settings.config import Config
+from support.products import few
 from support.ranks import distributed, run_on_ranks
 from train.jobs import (
     Ran,
@@ -37,7 +38,12 @@ def _stopped_and_resumed(config: Config, folder: Path) -> tuple[Ran, Ran]:
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"param_dtype": "float32"}, {"param_dtype": "bfloat16"}, {"wire_dtype": "int8"}]
+    "parallel",
+    few(
+        [{"param_dtype": "float32"}, {"param_dtype": "bfloat16"}, {"wire_dtype": "int8"}],
+        {"param_dtype": "float32"},
+        {"wire_dtype": "int8"},
+    ),
 )
 def test_a_resumed_run_repeats_the_rest_of_the_curve_bit_for_bit(
     tmp_path: Path, parallel: dict[str, str]
@@ -52,7 +58,7 @@ def test_a_resumed_run_repeats_the_rest_of_the_curve_bit_for_bit(
             assert weight.equal(whole.weights[name]), name
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(("before", "after"), few([(2, 4), (4, 2)], (4, 2), together=True))
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
     config = small_config()
     whole: Ran = run_on_ranks(_run, before, config, tmp_path / "whole")[0]

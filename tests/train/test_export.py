@@ -17,6 +17,7 @@ from fullshard_train.commands.export import export_checkpoint, export_weights, l
 from fullshard_train.errors import TrainError
 from fullshard_train.settings.config import Config
 from fullshard_train.task import Task
+from support.products import few
 from support.ranks import run_on_ranks
 from train.jobs import fit, full_weights, small_config, small_task, small_trainer
 
@@ -46,7 +47,7 @@ def _loss(task: Task, model: torch.nn.Module) -> float:
     return functional.cross_entropy(logits.flatten(0, -2), batch.targets.flatten()).item()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", few(CONFIGS, "tied", "digits"))
 def test_both_ways_of_export_give_the_unsharded_model_what_was_trained(
     tmp_path: Path, name: str
 ) -> None:

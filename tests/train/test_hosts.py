@@ -42,7 +42,7 @@ def _command(host: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *line.split()[1:]]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_two_hosts_train_as_one_process_does(hosts: list[Host], tmp_path: Path) -> None:
     text, run, alone = tmp_path / "text.txt", tmp_path / "run", tmp_path / "alone"
     text.write_bytes(TEXT)

@@ -19,7 +19,9 @@ from train.launchers import environment
 
 def _planned(budget: int | None) -> Planned:
     config = small_config(
-        train={"accumulate": 1, "batch": 8}, parallel={"reshard_after_forward": False}
+        train={"accumulate": 1, "batch": 8},
+        parallel={"reshard_after_forward": False},
+        model={"layers": 1},
     )
     cpu = torch.device("cpu")
     return plan_run(small_task(config), config, ranks=4, device=cpu, budget=budget)

@@ -19,6 +19,7 @@ from fullshard_train.checkpoints.store import verify
 from fullshard_train.ranks.stopping import ECHO_SECONDS, StopRequest, exit_code, watch_signals
 from fullshard_train.training.profiling import Profiled
 from fullshard_train.training.trainer import Trainer
+from support.products import few
 from support.ranks import distributed
 from train.jobs import fit, full_weights, losses, run, small_config, small_trainer, untimed
 from train.launchers import environment
@@ -124,7 +125,10 @@ class _AtStep(StopRequest):
 
 
 @distributed(2)
-@pytest.mark.parametrize(("done", "background"), [(1, False), (1, True), (2, True), (4, True)])
+@pytest.mark.parametrize(
+    ("done", "background"),
+    few([(1, False), (1, True), (2, True), (4, True)], (1, False), (2, True), together=True),
+)
 def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_can_go_on(
     tmp_path: Path, done: int, background: bool
 ) -> None:

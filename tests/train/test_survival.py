@@ -21,7 +21,7 @@ from train.survival import survive
 @pytest.mark.parametrize(
     ("launcher", "kills"),
     [
-        pytest.param(Forked, 2, id="2 kills"),
+        pytest.param(Forked, 2, marks=pytest.mark.matrix, id="2 kills"),
         pytest.param(
             Torchrun,
             20,
@@ -57,7 +57,7 @@ def _curves(folder: Path) -> dict[str, dict[int, float]]:
 def test_a_rank_killed_in_mid_step_ends_the_others_and_fewer_ranks_go_on(tmp_path: Path) -> None:
     text, run, alone = tmp_path / "text.txt", tmp_path / "run", tmp_path / "alone"
     text.write_bytes(TEXT)
-    words = [*settings(train={"steps": 60, "accumulate": 1}), "--data", str(text)]
+    words = [*settings(train={"steps": 40, "accumulate": 1}), "--data", str(text)]
     job = Forked(3, [*words, "--out", str(run)], tmp_path / "killed.txt")
     try:
         _until(job, run / "metrics.jsonl", 11)
