@@ -10,7 +10,8 @@ A comment in a page says how the snippets after it run, until the next such comm
 Snippets before any comment are one program on 2 ranks; so none can be skipped. A ```text block
 titled "Output" is compared with what rank 0 printed in the program since the Output before it;
 `...` stands for anything within a line. One titled "Output (numbers vary)" is compared but for its
-numbers. Several ranks under torchrun, whose prints mix, have one Output at most.
+numbers. Several ranks under torchrun, whose prints mix, have one Output at most. Some of them run
+on the pool in ``tests``, which starts no processes, and under torchrun in the matrix.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from support.members import MEMBERS, ROOT
 from support.ranks import run_on_ranks
@@ -41,8 +45,13 @@ READMES += [
     for name in ("checkpoint", "optim", "preflight", "wrappers")
 ]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *READMES])
-# Pages whose programs plan large models or simulate many steps, for a minute and more.
-_LONG = [ROOT / "docs" / f"{each}.md" for each in ("how-to/plan", "how-to/races", "tutorial-plan")]
+# Pages whose programs plan large models, simulate many steps or train for long.
+_LONG_NAMES = ("how-to/plan", "how-to/races", "tutorial", "tutorial-plan")
+_LONG = [ROOT / "docs" / f"{each}.md" for each in _LONG_NAMES]
+
+
+# Pages whose programs under torchrun run on the pool in `tests`.
+_ON_THE_POOL = [ROOT / "docs" / "how-to" / "meshes.md"]
 
 
 def _title(page: Path) -> str:
@@ -152,6 +161,19 @@ def _run_on_pool(program: Program, folder: Path) -> list[str]:
     return run_on_ranks(_execute, ranks, blocks, str(program.page), folder, job_timeout=120)[0]
 
 
+def _execute_as_launched(blocks: list[Block], page: str, folder: Path) -> list[str]:
+    """Runs on a rank: as ``_execute``; the program's process group is the pool's."""
+    with patch.object(dist, "init_process_group"), patch.object(dist, "destroy_process_group"):
+        return _execute(blocks, page, folder)
+
+
+def _run_as_launched(program: Program, folder: Path) -> list[str]:
+    ranks = int(program.settings["torchrun"])
+    page = str(program.page)
+    every = run_on_ranks(_execute_as_launched, ranks, program.blocks, page, folder, job_timeout=120)
+    return every[0]
+
+
 def _run_with_torchrun(program: Program, folder: Path) -> list[str]:
     script = folder / "script.py"
     shown = sum(block.language == "text" for block in program.blocks)
@@ -192,18 +214,23 @@ def _is_shown(block: Block, printed: str) -> bool:
     return re.fullmatch(pattern, said) is not None
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=pytest.mark.matrix) if page in _LONG else page
-        for page in PAGES
-        if _programs(page)
-    ],
-    ids=_title,
-)
-def test_the_snippets_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path) -> None:
+def _cases() -> Iterator[Any]:
+    """Each page, and what runs its programs under torchrun."""
+    for page in filter(_programs, PAGES):
+        pooled = page in _ON_THE_POOL
+        marks = [pytest.mark.matrix] if pooled or page in _LONG else []
+        title = f"{_title(page)} under torchrun" if pooled else _title(page)
+        yield pytest.param(page, _run_with_torchrun, marks=marks, id=title)
+        if pooled:
+            yield pytest.param(page, _run_as_launched, id=_title(page))
+
+
+@pytest.mark.parametrize(("page", "launch"), [*_cases()])
+def test_the_snippets_of_a_page_run_and_print_what_it_shows(
+    page: Path, launch: Callable[[Program, Path], list[str]], tmp_path: Path
+) -> None:
     for program in _programs(page):  # in one folder: one program may read what another wrote
-        run = _run_with_torchrun if "torchrun" in program.settings else _run_on_pool
+        run = launch if "torchrun" in program.settings else _run_on_pool
         outputs = run(program, tmp_path)
         shown = [block for block in program.blocks if block.language == "text"]
         for block, printed in zip(shown, outputs, strict=True) if shown else ():
