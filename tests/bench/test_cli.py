@@ -232,6 +232,7 @@ def test_a_rival_that_is_not_installed_is_told_in_one_line(
     assert "leave torch out" in line
 
 
+@pytest.mark.matrix
 def test_a_brief_suite_prints_a_line_for_each_bar_that_it_measures_and_a_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

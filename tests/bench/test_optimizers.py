@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from unittest.mock import Mock, patch
 
+import pytest
 import torch.distributed as dist
 
 from fullshard_bench.cli import main
@@ -17,6 +18,7 @@ from support.ranks import distributed
 RECORD = ROOT / "benchmarks" / "optimizers" / "optim_2-core-epyc_2026-11-24.json"
 
 
+@pytest.mark.matrix
 def test_a_run_measures_all_contestants_and_counts_what_muon_sends(tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     words = ["optim", "--model", "gpt-tiny", "--ranks", "2", "--rounds", "1"]

@@ -9,6 +9,7 @@ import pytest
 from fullshard_bench.cli import main
 
 
+@pytest.mark.matrix
 def test_each_call_is_timed_on_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["state-dicts", "--model", "gpt-tiny", "--rounds", "1"]) == 0
     rows = re.findall(

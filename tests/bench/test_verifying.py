@@ -31,7 +31,7 @@ _OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", few(_OPTIONS, _OPTIONS[0], _OPTIONS[2]), ids=",".join)
+@pytest.mark.parametrize("options", few(_OPTIONS, _OPTIONS[0]), ids=",".join)
 def test_contestants_that_train_as_the_unsharded_model_are_equal_under(
     options: dict[str, Any],
 ) -> None:

@@ -427,6 +427,7 @@ print(count)
 """
 
 
+@pytest.mark.matrix
 def test_a_process_whose_consumer_raised_ends_and_the_others_get_all(tmp_path: Any) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     started = [

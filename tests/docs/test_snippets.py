@@ -51,7 +51,7 @@ _LONG = [ROOT / "docs" / f"{each}.md" for each in _LONG_NAMES]
 
 
 # Pages whose programs under torchrun run on the pool in `tests`.
-_ON_THE_POOL = [ROOT / "docs" / "how-to" / "meshes.md"]
+_ON_THE_POOL = [ROOT / "README.md", ROOT / "docs" / "how-to" / "meshes.md"]
 
 
 def _title(page: Path) -> str:

@@ -92,7 +92,7 @@ def _take_values(model: nn.Module, way: Way | None, values: dict[str, torch.Tens
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("make", few(MAKERS, _muon, _adamw8bit))
+@pytest.mark.parametrize("make", few(MAKERS, _muon))
 @pytest.mark.parametrize(
     ("before", "after"),
     few(

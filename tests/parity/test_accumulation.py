@@ -191,7 +191,20 @@ def _check(name: str, case: str, reshard: bool | None, world_size: int) -> None:
     [True, pytest.param(False, marks=pytest.mark.matrix)],
     ids=["reshard", "keep"],
 )
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name",
+    few(
+        SCENARIOS,
+        "not-synchronised",
+        "not-resharded-after-backward",
+        "last-backward-waits-for-all",
+        "several-forwards-several-backwards",
+        "retained-graph-with-a-forward-between",
+        "dropped-forwards",
+        "evaluation-between",
+        "unsharded-by-hand",
+    ),
+)
 @distributed(2)
 def test_a_transformer_has_the_gradients_of_the_whole_batch(
     name: str, reshard: bool, world_size: int

@@ -270,11 +270,12 @@ def test_so_it_does_in_a_world_of_one(program: str) -> None:
     _assert_right(program, "shared memory", "aot_eager", 1)
 
 
+@pytest.mark.parametrize("backend", few(["eager", "aot_eager"], "eager"))
 @distributed(4)
-def test_so_it_does_on_a_hybrid_mesh() -> None:
+def test_so_it_does_on_a_hybrid_mesh(backend: str) -> None:
     mesh = cpu_mesh((2, 2), ("copies", "shards"))
     with _nothing_seen():
-        found = _train(_plain, "aot_eager", _my_rows(4), fully_shard, mesh=mesh)
+        found = _train(_plain, backend, _my_rows(4), fully_shard, mesh=mesh)
     wanted = _train(_plain, None, slice(None))
     assert_equal(parameters_of(found), parameters_of(wanted), rounding(4, steps=4), "parameters")
 

@@ -23,6 +23,7 @@ from fullshard.sharding import (
 )
 from support.modules import in_turn
 from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
+from support.products import few
 from support.ranks import cpu_mesh, distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
@@ -150,7 +151,7 @@ def test_training_equals_the_unsharded_model(case: str, hidden: int) -> None:
     not hasattr(torch_fsdp, "DataParallelMeshDims"), reason="this torch has no dp_mesh_dims"
 )
 @EVEN_OR_NOT
-@FEW
+@pytest.mark.parametrize("case", few(CASES, "tp first"))
 @distributed(4)
 def test_meshes_placements_and_training_equal_torchs(case: str, hidden: int) -> None:
     (ours, mesh), (theirs, _) = _sharded(case, hidden), _sharded(case, hidden, torchs=True)

@@ -141,9 +141,7 @@ def _named(tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | 
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize(
-    "way", few(WAYS, "each-before-in-place", "each-after-wrapped", "whole-in-place")
-)
+@pytest.mark.parametrize("way", few(WAYS, "each-before-in-place", "whole-in-place"))
 @distributed(2)
 def test_a_compiled_model_trains_as_the_unsharded_one_and_as_torchs(
     way: str, backend: str, world_size: int

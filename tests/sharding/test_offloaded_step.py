@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.sharding import NoOffload, fully_shard
 from fullshard.sharding.base.compat import local_shard
 from support.parity.compare import EXACT, assert_equal, parameters_of
+from support.products import few
 from support.ranks import cpu_mesh, distributed
 
 
@@ -103,7 +104,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", few(OPTIMIZERS, "sgd-foreach", "adamw", "adamw-fused", "asgd"))
 @distributed(2)
 def test_steps_elsewhere_equal_steps_at_home(name: str) -> None:
     model, home, policy = _pair()
@@ -320,7 +321,17 @@ PROGRAMS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program",
+    few(
+        PROGRAMS,
+        "hooks",
+        "a closure that changes things",
+        "a scheduler and a scaler",
+        "an optimizer around another",
+        "a plain parameter",
+    ),
+)
 @distributed(2)
 def test_a_program_leaves_the_same_elsewhere_as_at_home(program: str) -> None:
     model, home, _ = _pair()

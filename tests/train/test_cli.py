@@ -333,6 +333,7 @@ def test_a_damaged_checkpoint_is_one_line_and_changes_nothing(
     assert _files(finished) == before
 
 
+@pytest.mark.matrix
 def test_a_run_killed_while_it_writes_a_checkpoint_resumes_to_the_same_end(
     finished: Path, tmp_path: Path, text: Path
 ) -> None:

@@ -122,18 +122,19 @@ def test_nothing_held_out_is_refused() -> None:
         DigitsTask(config, data)
 
 
+@pytest.mark.matrix
 def test_the_committed_config_beats_its_baselines_after_a_few_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["--config", "digits.toml", "--steps", "50", "--out", "run"]) == 0
+    assert main(["--config", "digits.toml", "--steps", "75", "--out", "run"]) == 0
     printed = capfd.readouterr().out
     result: dict[str, Any] = json.loads(Path("run/result.json").read_text())
     assert result["judged_by"] == "held-out accuracy"
     assert result["held_out_accuracy"] > max(result["baselines"].values())
     assert f"held-out accuracy  {result['held_out_accuracy']:.4f} of the images\n" in printed
     evaluations = [r for r in read_metrics(Path("run/metrics.jsonl")) if r["kind"] == "held_out"]
-    assert [record["step"] for record in evaluations] == [25, 50]
+    assert [record["step"] for record in evaluations] == [25, 50, 75]
     assert evaluations[-1]["accuracy"] == result["held_out_accuracy"]
     sample = Path("run/sample.txt").read_text()
     assert sample.count(" is ") == 9

@@ -239,6 +239,7 @@ def test_policies_that_a_library_built_before_are_taken() -> None:
     assert not isinstance(block, THEIRS.FSDPModule)
 
 
+@pytest.mark.matrix
 def test_a_module_runs_unchanged_behind_the_command(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = {
