@@ -43,7 +43,6 @@ def verdict_of(**changes: Any) -> Verdict:
         "uneven",
         "partly-used",
         "lora",
-        "tied-in-a-group",
     ),
 )
 @distributed(2)

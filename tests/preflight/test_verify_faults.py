@@ -16,24 +16,19 @@ from support.verification.faults import FAULTS
 _FIRST = {
     "dropout",
     "a buffer in 16 bits",
-    "evaluated when sharded",
     "a parameter that is left out",
-    "a module for one rank",
     "values changed after sharding",
     "frozen by sharding",
     "a tie that is broken",
     "a loss times the world size",
     "a scaled backward",
-    "a backward scaled on one rank",
     "a penalty on the shard",
     "one gathered element off by 1 %",
-    "a reduced shard turned",
     "reduced elements exchanged",
     "a gradient zeroed on one replica",
     "an optimizer that steps twice",
     "a rate of the sharded run alone",
     "betas of the sharded run alone",
-    "norms of shards",
 }
 _BY_LAYER = {Phase.LOSS: Phase.OUTPUT}
 

@@ -12,6 +12,7 @@ from torch import nn
 from fullshard.sharding import full_state_dict, fully_shard, unsharded
 from support.modules import in_turn
 from support.parity.engines import OURS, TORCH, Engine
+from support.products import few
 from support.ranks import distributed
 from support.surface.errors import says
 from support.surface.ranks import full, full_parameters
@@ -50,7 +51,7 @@ def _train(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize("reshard", few([True, False, None], True, None))
 @pytest.mark.parametrize("units", [["block"], []], ids=["block", "root"])
 @distributed(2)
 def test_a_traced_module_in_a_sharded_one_trains_as_unsharded_and_as_under_torchs(
