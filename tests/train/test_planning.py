@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from fullshard_train.cli import main
+from fullshard_train.commands import planning
 from fullshard_train.commands.planning import Planned, plan_run
 from fullshard_train.errors import TrainError
 from train.jobs import TEXT, settings, small_config, small_task
 from train.launchers import environment
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """One process for all plans of a test: each new one imports torch."""
+    context = multiprocessing.get_context("spawn")
+    with (
+        ProcessPoolExecutor(1, mp_context=context) as alone,
+        patch.object(planning, "ProcessPoolExecutor", lambda *_, **__: nullcontext(alone)),
+    ):
+        yield
 
 
 def _planned(budget: int | None) -> Planned:
@@ -27,6 +44,7 @@ def _planned(budget: int | None) -> Planned:
     return plan_run(small_task(config), config, ranks=4, device=cpu, budget=budget)
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_budget_frees_parameters_or_cuts_the_batch_until_a_step_fits() -> None:
     asked = _planned(None)
     assert not asked.config.parallel.reshard_after_forward
