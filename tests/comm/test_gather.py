@@ -95,7 +95,10 @@ def test_even_tensors_of_one_dtype_are_gathered_whatever_padding_follows_them(
 ) -> None:
     """One call copies all of them out; shards in float32 are cast on the way in."""
     group = world()
-    specs = [TensorSpec(shape=(count, width), dtype=dtype) for count, width in zip(rows, (3, 5), strict=True)]
+    specs = [
+        TensorSpec(shape=(count, width), dtype=dtype)
+        for count, width in zip(rows, (3, 5), strict=True)
+    ]
     fulls = fulls_of(specs)
     layout = RankMajorLayout(specs, group.size())
     config = gather_config(group)

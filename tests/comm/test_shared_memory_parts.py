@@ -32,7 +32,7 @@ def test_no_two_regions_in_use_overlap_and_all_lie_in_the_ring(sizes: list[int])
             oldest = ring.oldest
             assert oldest is not None, "an empty ring has room for half its capacity"
             del live[oldest]
-            ring.give_back()
+            ring.release_oldest()
         start = ring.take(number, size)
         assert start >= 0
         assert start + size <= 80
@@ -53,11 +53,11 @@ def test_where_a_region_lies_does_not_depend_on_when_others_were_given_back(
     lazy, hasty = Ring(80), Ring(80)
     for number, size in enumerate(sizes):
         while hasty.oldest is not None and eager[number]:
-            hasty.give_back()
+            hasty.release_oldest()
         starts = []
         for ring in (lazy, hasty):
             while not ring.has_room(size):
-                ring.give_back()
+                ring.release_oldest()
             starts.append(ring.take(number, size))
         assert starts[0] == starts[1]
 

@@ -34,8 +34,8 @@ class BookOfLeases(RuleBasedStateMachine):
         self.model[kind, owner] = max(self.model[kind, owner], 1)
 
     @rule(kind=KINDS, owner=OWNERS)
-    def give_back(self, kind: LeaseKind, owner: int) -> None:
-        self.leases.give_back(kind, owner)
+    def release(self, kind: LeaseKind, owner: int) -> None:
+        self.leases.release(kind, owner)
         self.model[kind, owner] = max(self.model[kind, owner] - 1, 0)
 
     @rule(kinds=st.lists(KINDS, max_size=3))
@@ -86,7 +86,7 @@ def test_returning_what_was_dropped_meanwhile_does_nothing(kind: LeaseKind) -> N
     leases = Leases()
     leases.take(kind, 7)
     leases.drop(kind)
-    leases.give_back(kind, 7)
+    leases.release(kind, 7)
     assert not leases.out
     leases.take(kind, 7)
     assert leases.count(kind) == 1, "the superfluous return is not owed"
@@ -95,7 +95,7 @@ def test_returning_what_was_dropped_meanwhile_does_nothing(kind: LeaseKind) -> N
 def test_one_owner_cannot_return_the_lease_of_another() -> None:
     leases = Leases()
     leases.take(LeaseKind.GRAPH, 1)
-    leases.give_back(LeaseKind.GRAPH, 2)
+    leases.release(LeaseKind.GRAPH, 2)
     assert leases.count(LeaseKind.GRAPH) == 1
 
 
@@ -103,5 +103,5 @@ def test_asking_changes_nothing() -> None:
     leases = Leases()
     for kind in LeaseKind:
         assert leases.count(kind) == 0 and kind not in leases.out
-        leases.give_back(kind, 3)
+        leases.release(kind, 3)
     assert not leases.out and repr(leases) == "Leases()"

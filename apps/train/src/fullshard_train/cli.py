@@ -32,9 +32,9 @@ from fullshard_train.ranks.distributed import (
     make_mesh,
     meet,
     on_main,
+    raise_together,
     start_world,
     stop_world,
-    together,
 )
 from fullshard_train.ranks.stopping import StopRequest, exit_code, watch_signals
 from fullshard_train.reporting.loggers import LoggedRun, start_logger
@@ -251,7 +251,7 @@ def _train(plan: Plan, trainer: Trainer, request: StopRequest) -> int:
     world, config = trainer.world, plan.config
     outputs = Outputs(
         store=CheckpointStore(plan.folder.checkpoints, keep=config.checkpoint.keep),
-        metrics=together(lambda: _open_metrics(plan, trainer)),
+        metrics=raise_together(lambda: _open_metrics(plan, trainer)),
         progress=Progress(
             total=config.train.steps, done=trainer.step, item=trainer.task.item, shown=world.is_main
         ),

@@ -11,9 +11,8 @@ __all__ = ["TrainError"]
 class TrainError(Exception):
     """Something the user can put right; shown as one line, without a traceback.
 
-    An error that is raised on every rank or on none: either from what all ranks compute alike, or
-        through
-    `fullshard_train.ranks.distributed.on_main` and `together`, which carry one rank's error to all
+    Every rank raises it, or none does: all ranks compute it alike, or
+    `fullshard_train.ranks.distributed.on_main` and `raise_together` carry one rank's error to all
     of them. The message contains the value, the allowed values and the cure.
     """
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from fullshard.checkpoint import SaveError
 from fullshard_train.checkpoints.store import CheckpointStore, checksum, verify
 from fullshard_train.errors import TrainError
-from fullshard_train.ranks.distributed import World, on_main, together
+from fullshard_train.ranks.distributed import World, on_main, raise_together
 
 __all__ = [
     "Position",
@@ -118,7 +118,7 @@ def commit_checkpoint(
             names += [".metadata", _POSITION]
         return {name: checksum(folder / name) for name in names}
 
-    checksums = together(lambda: _guarded(step, complete), group=group)
+    checksums = raise_together(lambda: _guarded(step, complete), group=group)
     gathered: list[dict[str, int] | None] = [None] * world.size
     dist.all_gather_object(gathered, checksums, group=group)
     everything = {name: value for part in gathered if part for name, value in part.items()}
@@ -168,7 +168,7 @@ def load_checkpoint(
     Raises:
         TrainError: on every rank, when it is damaged or does not fit the model.
     """
-    together(lambda: verify(checkpoint, part=world.rank, parts=world.size))
+    raise_together(lambda: verify(checkpoint, part=world.rank, parts=world.size))
 
     def read() -> None:
         state = capture(model, optimizer)
@@ -184,7 +184,7 @@ def load_checkpoint(
             options=_TRAINED,
         )
 
-    together(read)
+    raise_together(read)
 
 
 def load_shards(checkpoint: Path, world: World, model: nn.Module) -> None:
@@ -195,7 +195,7 @@ def load_shards(checkpoint: Path, world: World, model: nn.Module) -> None:
     Raises:
         TrainError: on every rank, when it is damaged or does not fit the model.
     """
-    together(lambda: verify(checkpoint, part=world.rank, parts=world.size))
+    raise_together(lambda: verify(checkpoint, part=world.rank, parts=world.size))
 
     def read() -> None:
         state = {"model": _trained(model)}
@@ -205,7 +205,7 @@ def load_shards(checkpoint: Path, world: World, model: nn.Module) -> None:
             raise _not_loaded(checkpoint, error) from error
         _take(model, state["model"])
 
-    together(read)
+    raise_together(read)
 
 
 def load_weights(checkpoint: Path, model: nn.Module) -> None:

@@ -28,7 +28,7 @@ from fullshard_train.hf.prompts import Coder
 from fullshard_train.hf.sampling import continue_text, prompt_tokens
 from fullshard_train.hf.tokens import choose_coder, halves, tokenize
 from fullshard_train.hf.weights import fill
-from fullshard_train.ranks.distributed import World, broadcast_bytes, on_main, together
+from fullshard_train.ranks.distributed import World, broadcast_bytes, on_main, raise_together
 from fullshard_train.seeds import generator_for
 from fullshard_train.settings.config import Config
 from fullshard_train.task import Batch, Measure
@@ -45,7 +45,7 @@ def load_task(config: Config, world: World) -> HFTask:
             not fit.
     """
     names = ("transformers", "peft") if config.hf.method == "lora" else ("transformers",)
-    together(lambda: require_extra(*names))  # hosts may differ
+    raise_together(lambda: require_extra(*names))  # hosts may differ
     read: list[Documents] = []
     fingerprint = on_main(lambda: _read(config, read))
     tokens = broadcast_bytes(_bytes_of(read[0].tokens) if world.is_main else None)
@@ -56,7 +56,7 @@ def load_task(config: Config, world: World) -> HFTask:
         learned=learned.view(torch.bool),
         lengths=lengths.view(torch.int64),
     )
-    return together(lambda: HFTask(config, documents, model=fingerprint))
+    return raise_together(lambda: HFTask(config, documents, model=fingerprint))
 
 
 def _read(config: Config, read: list[Documents]) -> str:

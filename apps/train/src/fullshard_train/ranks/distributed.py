@@ -31,11 +31,11 @@ __all__ = [
     "meet",
     "on_main",
     "over_ranks",
+    "raise_together",
     "require_rows",
     "start_world",
     "stop_world",
     "sum_over_ranks",
-    "together",
 ]
 
 T = TypeVar("T")
@@ -144,7 +144,7 @@ def on_main(function: Callable[[], T], *, group: dist.ProcessGroup | None = None
     return result
 
 
-def together(function: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+def raise_together(function: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Return the result of `function` on this rank; `group` as in `on_main`.
 
     Raises:

@@ -16,7 +16,7 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fullshard_train.errors import TrainError
-from fullshard_train.ranks.distributed import together
+from fullshard_train.ranks.distributed import raise_together
 from fullshard_train.training.trainer import Trainer
 
 __all__ = ["Profiled"]
@@ -71,7 +71,7 @@ class Profiled:
         """
         if self._began:
             self._profile.stop()
-            together(self._write)
+            raise_together(self._write)
             self._began = 0
 
     def _write(self) -> None:

@@ -21,7 +21,7 @@ from fullshard.checkpoint.parts import as_cut
 from fullshard.sharding import RankMismatchError, map_tensors
 from fullshard.sharding.spi import Comparison, device_of_mesh, is_plain, local_shard, tensors_in
 
-__all__ = ["EXCHANGE", "agree", "agree_over", "format_error", "settle", "told"]
+__all__ = ["EXCHANGE", "agree", "agree_over", "format_error", "reporting_errors", "settle"]
 
 EXCHANGE = Comparison(
     what="the agreement on an optimizer's state",
@@ -38,14 +38,14 @@ def format_error(error: BaseException | None) -> str:
 
 
 @contextmanager
-def told(tell: Callable[[Exception | None], None]) -> Iterator[None]:
-    """Call ``tell`` with what the ``with`` block raised, or None; ``tell`` raises it."""
+def reporting_errors(report: Callable[[Exception | None], None]) -> Iterator[None]:
+    """Call ``report`` with the exception of the ``with`` block, or None; ``report`` raises it."""
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
-    tell(error)
+    report(error)
 
 
 def agree(params: Mapping[str, torch.Tensor], state: StateDict, error: Exception | None) -> None:

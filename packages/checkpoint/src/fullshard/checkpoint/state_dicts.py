@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import parts
-from fullshard.checkpoint.agreement import agree, told
+from fullshard.checkpoint.agreement import agree, reporting_errors
 from fullshard.checkpoint.names import ParamNames, StateDict
 from fullshard.checkpoint.options import OptimStateKind, OptimStateOptions
 from fullshard.checkpoint.parts import Place, map_state
@@ -43,7 +43,7 @@ def saved_state(
     """
     compared = names.params if options.kind is OptimStateKind.FULL else {}
     state: StateDict = {}
-    with told(partial(agree, compared, state)):
+    with reporting_errors(partial(agree, compared, state)):
         _ = names.groups  # lets the optimizer go of replaced parameters
         assert names.optim is not None, "saving takes an optimizer"
         named = names.by_name(names.optim.state_dict() if state_dict is None else state_dict)
@@ -95,7 +95,7 @@ def loadable_state(
     sender = sender_of(names.params, group) if options.rank0_only else None
     compared = names.params if options.kind is OptimStateKind.SHARDED else {}
     state: StateDict = {}
-    with told(partial(agree, compared, state) if sender is None else sender.agree):
+    with reporting_errors(partial(agree, compared, state) if sender is None else sender.agree):
         mine = sender is None or sender.mine
         named = names.by_name(state_dict or {}) if mine else {"state": {}}
         names.by_key(named, own)  # raises what does not fit

@@ -11,7 +11,7 @@ from fullshard.comm.collectives.coalescing import (
     configs_coalesce,
 )
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
-from fullshard.comm.collectives.launching import launch, release, tell
+from fullshard.comm.collectives.launching import emit_launch, launch, release
 from fullshard.comm.collectives.reduce import ReducePlan, take_input
 from fullshard.comm.collectives.replicas import AllReduceInFlight
 from fullshard.comm.debug.calls import Call
@@ -93,6 +93,7 @@ __all__ = [
     "coalescing_pays",
     "configs_coalesce",
     "emit",
+    "emit_launch",
     "exchange",
     "foreach_all_gather_in_place",
     "foreach_copy",
@@ -122,7 +123,6 @@ __all__ = [
     "shares_memory",
     "simulated",
     "take_input",
-    "tell",
     "timeout_of",
     "traits_of",
     "viewed",

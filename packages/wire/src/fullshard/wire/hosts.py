@@ -89,7 +89,7 @@ class Level:
             block = self._pool.take_block(nbytes, lambda size: _bytes(size, device))
             return block.narrow(0, 0, nbytes).view(dtype)
 
-    def give_back(self, tensor: torch.Tensor) -> None:
+    def release(self, tensor: torch.Tensor) -> None:
         """Return memory from ``take`` to the pool."""
         with self._lock, torch.inference_mode(False):
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)

@@ -234,7 +234,7 @@ class _Gather:
             _rows(self._output, self._grid)[list(self._grid.order)] = _rows(
                 self.host_major, self._grid
             )
-            self._level.give_back(self.host_major)
+            self._level.release(self.host_major)
 
     def on_stream(self) -> None:
         """Run all steps in order on the current stream."""
@@ -269,13 +269,13 @@ class _Reduction:
             work = all_to_all(arrived, sent, level.between, True)
         assert work is not None, "it is in flight"
 
-        def land() -> None:
+        def finish() -> None:
             with torch.no_grad(), torch.inference_mode(self._output.is_inference()):
                 self._add(arrived)
             for memory in (arrived, sent, *(() if sent is sums else (sums,))):
-                level.give_back(memory)
+                level.release(memory)
 
-        return SeveralWorks((work,), land)
+        return SeveralWorks((work,), finish)
 
     def on_stream(self) -> None:
         """Run all steps in order on the current stream."""

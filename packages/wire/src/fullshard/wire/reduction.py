@@ -32,6 +32,7 @@ from fullshard.comm.spi import (
     all_to_all,
     check_layout,
     check_unpoisoned,
+    emit_launch,
     is_debugging,
     is_profiled,
     launch,
@@ -42,7 +43,6 @@ from fullshard.comm.spi import (
     release,
     shard_plan,
     take_input,
-    tell,
     traits_of,
     viewed,
 )
@@ -105,7 +105,7 @@ class WidenedReducePlan(ReducePlan):
             gradients.clear()
             if LISTENERS:
                 nbytes = packed.tensor.nbytes
-                tell(config, EventKind.REDUCE_SCATTER, nbytes, nbytes)
+                emit_launch(config, EventKind.REDUCE_SCATTER, nbytes, nbytes)
             flight = ReduceInFlight(self, packed, streams.record())
             with streams.use(streams.reduce):
                 streams.reduce.wait_event(flight.event)
@@ -144,14 +144,14 @@ class WidenedReducePlan(ReducePlan):
         async_op, group = config.streams.asynchronous_work, config.process_group
         work = all_to_all(arrived.tensor, packed.tensor, group, async_op)
 
-        def land() -> None:
+        def finish() -> None:
             with torch.no_grad(), torch.inference_mode(output.is_inference()):
                 self._add(arrived.all_slices, output)
             release(config, arrived, config.streams.reduce)
 
         if work is not None:
-            return SeveralWorks((work,), land)
-        land()
+            return SeveralWorks((work,), finish)
+        finish()
         return None
 
     def _add(self, arrived: Sequence[torch.Tensor], output: torch.Tensor) -> None:

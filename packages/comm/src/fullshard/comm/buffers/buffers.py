@@ -118,7 +118,7 @@ class BufferSource:
         tensor = allocate_from(comm, numel, dtype=spec.dtype, device=device)
         return Buffer(tensor, layout, rank)
 
-    def give_back(self, buffer: Buffer) -> bool:
+    def release(self, buffer: Buffer) -> bool:
         """Return whether the buffer of a finished collective is kept: always False here."""
         return False
 
@@ -192,7 +192,7 @@ class BufferPool(BlockPool, BufferSource):
         """Drop the views of a removed block."""
         del self._made[id(block)]
 
-    def give_back(self, buffer: Buffer) -> bool:
+    def release(self, buffer: Buffer) -> bool:
         """Keep the block of ``buffer``, if it is one of a pool's."""
         if buffer.block is None:
             return False

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer
-from fullshard.comm.collectives.launching import launch, release, tell, wait_for
+from fullshard.comm.collectives.launching import emit_launch, launch, release, wait_for
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.coded import by_holder, coded_in
@@ -174,7 +174,7 @@ class OwnShards:
                 packed = streams.record(streams.copy_in)
             output = buffer.tensor
             if LISTENERS:
-                tell(config, EventKind.ALL_GATHER, buffer.slice.nbytes, output.nbytes)
+                emit_launch(config, EventKind.ALL_GATHER, buffer.slice.nbytes, output.nbytes)
             with streams.use(streams.gather):
                 streams.gather.wait_event(packed)
                 if narrow is not None and route.narrow_launch is not None:

@@ -17,7 +17,7 @@ from fullshard.comm.runtime.streams import Stream
 from fullshard.comm.same_host.shared_signals import PeerLostError
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 
-__all__ = ["launch", "release", "tell", "wait_for"]
+__all__ = ["emit_launch", "launch", "release", "wait_for"]
 
 
 def launch(
@@ -39,7 +39,9 @@ def launch(
     return work
 
 
-def tell(config: GatherConfig | ReduceConfig, kind: EventKind, copied: int, nbytes: int) -> None:
+def emit_launch(
+    config: GatherConfig | ReduceConfig, kind: EventKind, copied: int, nbytes: int
+) -> None:
     """Emit the copy event, and the event of the collective if ``nbytes`` is not zero."""
     rank, name = config.process_group.rank(), config.name
     packing, moving = config.runs_on
@@ -66,6 +68,6 @@ def release(config: GatherConfig | ReduceConfig, buffer: Buffer, owner: Stream) 
 
     Its source keeps it, or its memory goes back to ``owner``.
     """
-    if not config.source.give_back(buffer):
+    if not config.source.release(buffer):
         streams = config.streams
         streams.retire(buffer.tensor, owner, streams.record())

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer, allocate_from
 from fullshard.comm.buffers.packing import pack_gradients, scale_result
-from fullshard.comm.collectives.launching import launch, tell, wait_for
+from fullshard.comm.collectives.launching import emit_launch, launch, wait_for
 from fullshard.comm.debug.debug import DEBUGGED, check_layout, is_debugging
 from fullshard.comm.debug.poison import check_unpoisoned
 from fullshard.comm.layouts import checks, views
@@ -88,11 +88,11 @@ class ReduceInFlight:
         )
         return self.given
 
-    def land(self) -> None:
+    def finish(self) -> None:
         """As ``wait()``, which is all there is to do."""
         self.wait()
 
-    discard = land
+    discard = finish
 
     def wait(self) -> ReducedShards:
         """The reduced shards, usable on the current stream; later calls give the same.
@@ -126,7 +126,7 @@ class ReduceInFlight:
         scale_result(self.output, plan.layout, config.scaling)
         self.event = streams.record()
         packed, self.packed = self.packed, None
-        if packed is not None and not config.source.give_back(packed):
+        if packed is not None and not config.source.release(packed):
             keep = config.inputs_in_flight - 1  # they travel while one packs
             streams.retire(packed.tensor, streams.inputs, self.event, keep=keep)
 
@@ -193,7 +193,9 @@ class ReducePlan:
             pack_gradients(packed, gradients, config.scaling)
             gradients.clear()
             if LISTENERS:
-                tell(config, EventKind.REDUCE_SCATTER, packed.tensor.nbytes, packed.tensor.nbytes)
+                emit_launch(
+                    config, EventKind.REDUCE_SCATTER, packed.tensor.nbytes, packed.tensor.nbytes
+                )
             flight = ReduceInFlight(self, packed, streams.record())
             given, work = packed.tensor, None
             with streams.use(streams.reduce):
@@ -213,13 +215,13 @@ class ReducePlan:
     ) -> dist.Work:
         """The handle of a collective to the first ranks, of which this one takes its part."""
 
-        def land() -> None:
+        def finish() -> None:
             if self._rank < packed.layout.world_size:
                 output.copy_(packed.slice)
             else:  # every rank asks for the mask
                 views.own_mask(output, self.layout).copy_(packed.mask[0])
 
-        return SeveralWorks(() if work is None else (work,), land)
+        return SeveralWorks(() if work is None else (work,), finish)
 
     def _launch_parts(
         self, gradients: Sequence[torch.Tensor | None], reducer: PartsReducer
@@ -234,7 +236,7 @@ class ReducePlan:
             return None
         if LISTENERS:
             nbytes = layout.buffer.slice_nbytes * layout.world_size
-            tell(config, EventKind.REDUCE_SCATTER, nbytes, nbytes)
+            emit_launch(config, EventKind.REDUCE_SCATTER, nbytes, nbytes)
         return flight
 
     def shards_in(self, output: torch.Tensor) -> ReducedShards:

@@ -76,7 +76,7 @@ class AllReduceInFlight:
         reduction = self._reduction
         scale_result(reduction.output, reduction.plan.layout, self._scaling)
 
-    def land(self) -> None:
+    def finish(self) -> None:
         """Blocks until the reduce-scatter is done, and launches the all-reduce if it was not."""
         self._reduction.wait()
         if not self._launched:
@@ -90,7 +90,7 @@ class AllReduceInFlight:
     @without_grad
     def wait(self) -> ReducedShards:
         """The shards, reduced over all ranks, usable on the current stream; later calls too."""
-        self.land()
+        self.finish()
         streams = self._reduction.plan.config.streams
         if self._work is not None:
             wait_for(self._reduction.plan.config, self._work)

@@ -261,9 +261,7 @@ def side_by_side(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
     torch._chunk_cat(list(tensors), 0, output.shape[0], out=output)
 
 
-def split_rows(
-    rows: torch.Tensor, sizes: Sequence[int], outputs: Sequence[torch.Tensor]
-) -> None:
+def split_rows(rows: torch.Tensor, sizes: Sequence[int], outputs: Sequence[torch.Tensor]) -> None:
     """Fill outputs (``[n, sizes[i]]``) with parts of ``rows`` (``[n, sum of sizes]``), in one call.
 
     All must be contiguous and of one dtype, or an accelerator launches a kernel for each.

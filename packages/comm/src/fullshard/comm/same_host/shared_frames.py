@@ -112,11 +112,11 @@ class Frame:
             self._held = True
             self.file.hold()
 
-    def release(self, *, give_back: bool) -> None:
-        """Stop keeping its pages. ``give_back``: the last rank gives them to the system."""
+    def release(self, *, free_pages: bool) -> None:
+        """Stop keeping its pages. ``free_pages``: the last rank gives them to the system."""
         if self._held and not self.in_use:
             self._held = False
-            self.file.release(give_back=give_back)
+            self.file.release(free_pages=free_pages)
 
     def take(self, window: Window, number: int) -> None:
         """Take note of a gather."""
@@ -154,7 +154,7 @@ class Frames:
         with self._lock:
             large = _kept is not None and any(nbytes > _kept for nbytes in self.sizes)
             for frame in self._alive.values():
-                frame.release(give_back=large)
+                frame.release(free_pages=large)
 
     def offer(self, nbytes: int) -> SegmentFile:
         """The file for a new buffer of ``nbytes``, as the first rank chooses it.

@@ -358,7 +358,7 @@ class SharedGroup:
                     return
                 self._leave(oldest)
                 left = self._left_by_all()
-            ring.give_back()
+            ring.release_oldest()
 
     def _left_by_all(self) -> int:
         """How many collectives every rank is known to have left."""

@@ -96,14 +96,14 @@ class SegmentFile:
         """Keep its pages until ``release``, whichever process gives them back."""
         fcntl.flock(self.fd, fcntl.LOCK_SH)
 
-    def release(self, *, give_back: bool) -> None:
-        """End ``hold``. With ``give_back``, give the pages back if no process holds them.
+    def release(self, *, free_pages: bool) -> None:
+        """End ``hold``. With ``free_pages``, give the pages back if no process holds them.
 
         The system decides who is the last, so processes need not tell each other. If two processes
         are last at once, one of the two frees the pages.
         """
         fcntl.flock(self.fd, fcntl.LOCK_UN)
-        if not give_back:
+        if not free_pages:
             return
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -199,6 +199,6 @@ class Ring:
         self._regions.append(_Region(number, start, start + nbytes))
         return start
 
-    def give_back(self) -> None:
+    def release_oldest(self) -> None:
         """Free the oldest region."""
         self._regions.popleft()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fullshard.preflight.compat import DispatchMode, default_store
 
-__all__ = ["Alone", "everyones", "from_first", "jointly", "together"]
+__all__ = ["Alone", "everyones", "from_first", "jointly", "raise_together"]
 
 _T = TypeVar("_T")
 
@@ -38,7 +38,7 @@ def from_first(value: _T, rank: int = 0) -> _T:
     return box[0]
 
 
-def together(run: Callable[[], _T]) -> _T:
+def raise_together(run: Callable[[], _T]) -> _T:
     """Return ``run()``, in which no rank may communicate.
 
     Raises:

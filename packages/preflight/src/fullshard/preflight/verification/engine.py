@@ -22,7 +22,7 @@ from fullshard.preflight.verification.agree import (
     everyones,
     from_first,
     jointly,
-    together,
+    raise_together,
 )
 from fullshard.preflight.verification.closer.contributions import Contributions
 from fullshard.preflight.verification.closer.look import Look
@@ -80,8 +80,8 @@ class _Runs:
         self._sharded = Sharded(program)
         home = self._sharded.home
         self._untied: tuple[str, ...] = ()
-        self._reference, self._device = together(lambda: self._made_reference(home))
-        self._optimizer = together(self._made_optimizer)
+        self._reference, self._device = raise_together(lambda: self._made_reference(home))
+        self._optimizer = raise_together(self._made_optimizer)
         self._draws = Draws(self._device, program.seed)
         self._draws.seed()
         self._contributions = Contributions(self._world)
@@ -158,17 +158,17 @@ class _Runs:
     def _train(self, step: int) -> Traces:
         """Forward and backward of both; returns what their modules did, by the batch's rank."""
         program, look = self._program, self._look
-        batch = together(lambda: program.batch_of(step))
+        batch = raise_together(lambda: program.batch_of(step))
         batches = everyones(map_tensors(lambda tensor: tensor.detach().cpu(), batch))
-        together(lambda: require_shapes(program, [shapes_of(each) for each in batches]))
+        raise_together(lambda: require_shapes(program, [shapes_of(each) for each in batches]))
         if step == 0:
             self._found.notes += remarks_on(program, [looks_of(each) for each in batches])
         count = program.tokens or (lambda each: 1.0)
-        counts = together(lambda: [float(count(each)) for each in batches])
+        counts = raise_together(lambda: [float(count(each)) for each in batches])
         self._shares = [each / sum(counts) for each in counts]
         self._contributions = Contributions(self._world, look.keeps)
         look.begin_step(self._sharded)
-        theirs = together(lambda: self._train_reference(step, batches))
+        theirs = raise_together(lambda: self._train_reference(step, batches))
         self._draws.align(program.seeds, step, self._rank)
         factor = self._shares[self._rank] * self._world if program.weighted else 1.0
 
@@ -233,7 +233,7 @@ class _Runs:
                 with Alone(*_STEPS_ALONE):
                     optimizer.step()
 
-        together(step)
+        raise_together(step)
         self._compare_params(comparison, Phase.UPDATE)
         theirs = {}
         if self._reference is not None and optimizer is not None:

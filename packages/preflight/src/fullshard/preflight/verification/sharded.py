@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.preflight.verification.agree import everyones, jointly, together
+from fullshard.preflight.verification.agree import everyones, jointly, raise_together
 from fullshard.preflight.verification.comparing.compare import Comparison
 from fullshard.preflight.verification.comparing.replicas import differing
 from fullshard.preflight.verification.names import clean, module_of, own_names
@@ -32,7 +32,7 @@ class Sharded:
         ``before`` has a fingerprint of each parameter and buffer that had a value then; ``model``
         is the model to call, and ``named`` the module inside that gives names.
         """
-        built = together(program.built)
+        built = raise_together(program.built)
         self.before = {
             name: fingerprint(param)
             for name, param in (*built.named_parameters(), *built.named_buffers())
@@ -44,7 +44,7 @@ class Sharded:
         self.named = own_names(self.model)
         self.params = {clean(name): each for name, each in self.named.named_parameters()}
         self.buffers = {clean(name): each for name, each in self.named.named_buffers()}
-        together(lambda: self._require_whole(shapes))
+        raise_together(lambda: self._require_whole(shapes))
         self.optimizer = jointly(lambda: program.optimizer_of(self.params.values()))
 
     @property

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.preflight.verification.agree import everyones, from_first, together
+from fullshard.preflight.verification.agree import everyones, from_first, raise_together
 from fullshard.preflight.verification.causes.find import find_causes
 from fullshard.preflight.verification.closer.look import Look
 from fullshard.preflight.verification.comparing.tensors import digest
@@ -111,7 +111,7 @@ def verify(
 
 def _verified(make: Callable[[], Program], stretch: float) -> Verdict:
     """The verdict on the program that ``make`` returns, after checking it."""
-    program = together(make)
+    program = raise_together(make)
     _require_deterministic(program)
     run = run_by_layer if _is_by_layer(program) else run_whole
     found = run(program, stretch, Look())
@@ -125,7 +125,7 @@ def _verified(make: Callable[[], Program], stretch: float) -> Verdict:
 
 def _is_by_layer(program: Program) -> bool:
     """Whether to compare layer by layer: if asked, or if the whole model has no values or room."""
-    model = together(program.built)
+    model = raise_together(program.built)
     empty = next((name for name, each in model.named_parameters() if each.is_meta), "")
     if empty and program.layers is False:
         raise ValueError(
@@ -139,7 +139,7 @@ def _is_by_layer(program: Program) -> bool:
 
 def _require_deterministic(program: Program) -> None:
     """Return if every rank builds the same model each time."""
-    first, again = (together(lambda: _digests(program)) for _ in range(2))
+    first, again = (raise_together(lambda: _digests(program)) for _ in range(2))
     others = [(again, "built a second time")]
     others += [(found, f"on rank {rank}") for rank, found in enumerate(everyones(first))]
 
@@ -153,7 +153,7 @@ def _require_deterministic(program: Program) -> None:
                         "read no rank in it"
                     )
 
-    together(check)
+    raise_together(check)
 
 
 def _digests(program: Program) -> dict[str, object]:

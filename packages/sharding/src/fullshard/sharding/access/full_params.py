@@ -174,7 +174,7 @@ class LeasedParams(FullParams):
     def release(self) -> None:
         """Give the lease back, and what a forward inside the block kept."""
         self.group.gathering.register()  # what was put into the place of a parameter was read
-        self.group.leases.give_back(LeaseKind.BLOCK, self._owner)
+        self.group.leases.release(LeaseKind.BLOCK, self._owner)
         if self.mode.rank0_only:
             for param in self.group.params:  # requires_grad may have changed on this rank only
                 param.unsharded.requires_grad = param.sharded.requires_grad

@@ -160,7 +160,7 @@ class Leases:
         if owner not in self.out.setdefault(kind, [owner]):
             self.out[kind].append(owner)
 
-    def give_back(self, kind: LeaseKind, owner: int = 0) -> None:
+    def release(self, kind: LeaseKind, owner: int = 0) -> None:
         """Return a lease; do nothing if it was dropped before."""
         owners = self.out.get(kind)
         if owners and owner in owners:
@@ -176,7 +176,7 @@ class Leases:
             (LeaseKind.RECOMPUTE, 0),
         ):
             if kind in self.out:
-                self.give_back(kind, owner)
+                self.release(kind, owner)
 
     def drop(self, *kinds: LeaseKind) -> None:
         """Return every lease of each of ``kinds``."""

@@ -283,7 +283,7 @@ class Gathering:
                 memory = self._prepared.memory
                 memory.point_at(memory.home, user_may_write=True, no_graph_alias=no_graph_alias)
             return
-        in_flight.land(user_may_write=user_may_write, no_graph_alias=no_graph_alias)
+        in_flight.finish(user_may_write=user_may_write, no_graph_alias=no_graph_alias)
         self.swap.to_unsharded()
         self._become(_UNSHARDED)
         if LISTENERS:

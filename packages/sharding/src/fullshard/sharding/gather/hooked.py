@@ -85,21 +85,21 @@ class HookedUnshard(BufferedUnshard):
             hooked.free()
 
     @property
-    def fills(self) -> Sequence[torch.Tensor]:
+    def write_views(self) -> Sequence[torch.Tensor]:
         """The tensors that a gather writes, in the order of the parameters."""
-        plain = iter(self.memory.fills)
+        plain = iter(self.memory.write_views)
         return [
             fill
             for hooked in self._all
-            for fill in ([next(plain)] if hooked is None else hooked.fills)
+            for fill in ([next(plain)] if hooked is None else hooked.write_views)
         ]
 
     @torch.no_grad()
-    def land(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
+    def finish(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Unpack, and call the hooks on the tensors that were gathered for them."""
         for hooked in self._hooked:
             hooked.allocate()
-        super().land(user_may_write=user_may_write, no_graph_alias=no_graph_alias)
+        super().finish(user_may_write=user_may_write, no_graph_alias=no_graph_alias)
         for hooked in self._hooked:
             hooked.complete()
 
@@ -190,9 +190,9 @@ class HookedParam:
     # -- after it ---------------------------------------------------------------------------------
 
     @property
-    def fills(self) -> list[torch.Tensor]:
+    def write_views(self) -> list[torch.Tensor]:
         """The tensors that a gather writes."""
-        return [output.fills[0] for output in self._outputs]
+        return [output.write_views[0] for output in self._outputs]
 
     def allocate(self) -> None:
         """Allocate the memory to gather into."""
@@ -202,7 +202,7 @@ class HookedParam:
     def complete(self) -> None:
         """Make the unsharded parameter, or fill the existing one."""
         hook = cast(Any, self.param.shard).fsdp_post_all_gather
-        outputs = tuple(output.seen[0] for output in self._outputs)
+        outputs = tuple(output.param_views[0] for output in self._outputs)
         dtype = self.param.gather_spec.dtype
         if self._unsharded is not None:
             for storage, nbytes in self._made:

@@ -75,7 +75,7 @@ class AliasedUnshard(UnshardStrategy):
             self._alias = AliasedShards(shards, self.memory.to_use) if usable else None
         self._launched = shards, config
 
-    def land(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
+    def finish(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Copy where a user may write, or to cast."""
         assert self._launched is not None, "it was launched"
         (shards, config), self._launched = self._launched, None
@@ -123,7 +123,7 @@ class SharedMemory(ParamStorage):
         """Make the tensors."""
         offsets, _ = offsets_of(layout.specs)
         super().__init__(layout.specs, [(buffer.memory, offset) for offset in offsets], to_use)
-        self.full = SharedTensors(buffer, self.fills, layout, config)
+        self.full = SharedTensors(buffer, self.write_views, layout, config)
         self.occupied = False
 
     def allocate(self) -> None:
@@ -154,7 +154,7 @@ class SharedBufferUnshard(UnshardStrategy):
         shared.occupied = True
         self._in_flight = foreach_all_gather_in_place(shards.tensors, shared.full, config)
 
-    def land(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
+    def finish(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Wait; copy if parameters are in other memory."""
         self.discard()
         self.memory.point_at(

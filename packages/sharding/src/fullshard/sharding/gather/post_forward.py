@@ -64,9 +64,9 @@ class PostForwardUnshard(UnshardStrategy):
         gather = foreach_all_gather(self._shards, layout, few, async_op=async_op)
         self._inner.in_flight = gather
 
-    def land(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
+    def finish(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Wait and copy out, as ``inner`` does."""
-        self._inner.land(user_may_write=user_may_write, no_graph_alias=no_graph_alias)
+        self._inner.finish(user_may_write=user_may_write, no_graph_alias=no_graph_alias)
 
     def discard(self) -> None:
         """Wait for a gather whose result is not needed."""
@@ -77,7 +77,7 @@ class PostForwardUnshard(UnshardStrategy):
         """Keep shards of what was gathered, if ``wanted`` and a backward may need them."""
         self._shards = []
         if wanted and self._generation.outstanding:
-            tensors = zip(self._inner.fills, self.inputs.layout.specs, strict=True)
+            tensors = zip(self._inner.write_views, self.inputs.layout.specs, strict=True)
             shard_of = self._mesh_info.shard_of
             self._shards = [shard_of(full, spec.decoded.dim) for full, spec in tensors]
             assert self._streams is not None, "it was gathered"

@@ -4,7 +4,7 @@ Owns what unshard strategies share, the memory of a group's unsharded parameters
 for each way: shards are packed into buffers (here), gathered in shared memory or used directly in a
 world of one (both in ``in_place``), or processed by hooks of the parameters (``hooked``). A group's
 is chosen at its first gather, from facts that all ranks share. ``post_forward`` and ``buckets``
-launch other gathers that land through buffers.
+launch other gathers that finish through buffers.
 
 [Note: own store] An autograd graph may hold aliases of an unsharded parameter (a linear saves
 ``weight.t()``). Therefore the unsharded parameters keep their tensors and their storage as long as
@@ -61,8 +61,9 @@ class ParamStorage:
 
     Attributes:
         specs: what is gathered.
-        fills: per parameter the tensor through which it is written, full shape, gathered dtype.
-        seen: per parameter what the modules see.
+        write_views: per parameter the tensor through which it is written, of full shape and the
+            gathered dtype.
+        param_views: per parameter what the modules see.
         kept_by_graphs: a graph that holds an alias keeps the memory itself, so parameters may
             always move on from here.
         stays: ``free`` leaves the memory and the values where they are.
@@ -80,11 +81,11 @@ class ParamStorage:
         """Make the tensors. ``places``: per tensor, the owner of its storage and the offset."""
         self.specs = tuple(specs)
         with torch.inference_mode(False), torch.no_grad():
-            self.fills, again = (
+            self.write_views, again = (
                 [view_of(*place, spec) for place, spec in zip(places, specs, strict=True)]
                 for _ in range(2)
             )
-            self.seen = [used(view) for used, view in zip(to_use, again, strict=True)]
+            self.param_views = [used(view) for used, view in zip(to_use, again, strict=True)]
 
     def allocate(self) -> None:
         """Make the memory private to this rank for writing, on the current stream."""
@@ -110,7 +111,7 @@ class UnshardedMemory(ParamStorage):
             base = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
             self._storage = base.untyped_storage()
             super().__init__(specs, [(base, offset) for offset in offsets], to_use)
-            self.params = [nn.Parameter(tensor, requires_grad=False) for tensor in self.seen]
+            self.params = [nn.Parameter(tensor, requires_grad=False) for tensor in self.param_views]
         self._storage.resize_(0)
         self.home: ParamStorage = self
         self.on_free: Sequence[Callable[[], None]] = ()
@@ -144,20 +145,20 @@ class UnshardedMemory(ParamStorage):
         """
         self.repoint(self if user_may_write else home, no_graph_alias=no_graph_alias)
         if self.home is not home:
-            self.fill_from(home.fills)
+            self.fill_from(home.write_views)
             home.free()
 
     def put_back(self) -> None:
         """Point parameters that a user moved back to the memory that gathers fill."""
         with torch.inference_mode(False):
-            for param, tensor in zip(self.params, self.home.seen, strict=True):
+            for param, tensor in zip(self.params, self.home.param_views, strict=True):
                 param.data = tensor
 
     @torch.no_grad()
     def fill_from(self, tensors: Sequence[torch.Tensor]) -> None:
         """Cast and copy ``tensors`` to the parameters."""
         self.home.allocate()
-        foreach_copy(self.home.fills, tensors)
+        foreach_copy(self.home.write_views, tensors)
 
     def allocate(self) -> None:
         """Allocate the memory, on the current stream."""
@@ -201,7 +202,7 @@ def view_of(base: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
 class UnshardInFlight(Protocol):
     """The completion of a launched gather."""
 
-    def land(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
+    def finish(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Wait for the gather, and make the unsharded parameters from its result.
 
         Args:
@@ -216,7 +217,7 @@ class UnshardInFlight(Protocol):
 class UnshardStrategy(UnshardInFlight, ABC):
     """How a group is gathered, and where to.
 
-    A strategy has one gather at a time: ``launch``, then ``land`` or ``discard``. Freeing the
+    A strategy has one gather at a time: ``launch``, then ``finish`` or ``discard``. Freeing the
     memory ends either.
 
     Attributes:
@@ -249,7 +250,7 @@ class BufferedUnshard(UnshardStrategy):
     """The ordinary way: shards are packed, gathered, and copied out into private memory.
 
     Attributes:
-        in_flight: a gather of this rank's parts of ``fills``, until it lands.
+        in_flight: a gather of this rank's parts of ``write_views``, until it lands.
     """
 
     coalesces = True
@@ -261,15 +262,15 @@ class BufferedUnshard(UnshardStrategy):
         self._full: dict[int, FullTensors] = {}  # by layout: a post-forward mesh has its own
 
     @property
-    def fills(self) -> Sequence[torch.Tensor]:
+    def write_views(self) -> Sequence[torch.Tensor]:
         """The tensors that a gather writes, in the order of the layout."""
-        return self.memory.home.fills
+        return self.memory.home.write_views
 
     def launch(self, config: GatherConfig, *, async_op: bool) -> None:
         """Issue a gather through buffers."""
         self.in_flight = self.inputs.sends(config).gather(config, async_op=async_op)
 
-    def land(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
+    def finish(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Wait and copy out: to private memory, unless a graph keeps other memory."""
         in_flight, self.in_flight = self.in_flight, None
         memory = self.memory
@@ -281,7 +282,7 @@ class BufferedUnshard(UnshardStrategy):
         home.allocate()
         full = self._full.get(id(layout)) if home is memory else None
         if full is None:
-            full = FullTensors(self.fills, layout, in_flight.config)
+            full = FullTensors(self.write_views, layout, in_flight.config)
             if home is memory:
                 self._full[id(layout)] = full
         full.fill(in_flight)

@@ -113,7 +113,7 @@ class Bucket:
             each.begin(self)
         return True
 
-    def land(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
+    def finish(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Wait and copies the parts of all groups out; later calls do nothing.
 
         Every group gets its memory now; those that gave their part up give it back.
@@ -123,7 +123,9 @@ class Bucket:
         for _, strategy, _ in self._made_of:
             strategy.memory.allocate()
         if self._full is None:
-            outputs = [fill for _, strategy, _ in self._made_of for fill in strategy.memory.fills]
+            outputs = [
+                fill for _, strategy, _ in self._made_of for fill in strategy.memory.write_views
+            ]
             self._full = FullTensors(outputs, self._layout, self._config)
         self._full.fill(self._in_flight)
         self._in_flight = None

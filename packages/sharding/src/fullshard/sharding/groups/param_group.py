@@ -205,7 +205,7 @@ class FSDPParamGroup:
             self._require_unchanged()
         self.leases.claim(LeaseKind.BACKWARD, begun.number)
         self._begun.append(begun)
-        self.gradients.reached = True
+        self.gradients.in_backward = True
 
     @not_pickled
     @untraced
@@ -216,8 +216,8 @@ class FSDPParamGroup:
         may be made of other tensors: one that a module kept, or a penalty on a parameter. Then the
         first gradient announces the backward, so that its end reduces the group.
         """
-        if not self.gradients.reached:
-            self.gradients.reached = self.gradients.unannounced = True
+        if not self.gradients.in_backward:
+            self.gradients.in_backward = self.gradients.unannounced = True
             self.announce_backward()
 
     def hold_for_graph(self, number: int) -> None:
@@ -237,9 +237,9 @@ class FSDPParamGroup:
             self._noted = True
             self.gathering.note()
 
-    def give_back(self, kind: LeaseKind, owner: int = 0) -> None:
+    def release(self, kind: LeaseKind, owner: int = 0) -> None:
         """Return a lease, and reshard if it was the last."""
-        self.leases.give_back(kind, owner)
+        self.leases.release(kind, owner)
         if not self.leases.out:
             self.gathering.reshard(after_forward=kind is LeaseKind.FORWARD)
 
@@ -288,8 +288,8 @@ class FSDPParamGroup:
         while self.expired:
             number = self.expired.popleft()
             self.generation.expire(number)
-            self.leases.give_back(LeaseKind.GRAPH, number)
-            self.give_back(LeaseKind.BACKWARD, number)
+            self.leases.release(LeaseKind.GRAPH, number)
+            self.release(LeaseKind.BACKWARD, number)
 
     def end_pass(self, ended: ForwardPass, *, reduce: bool) -> bool:
         """End the backward of ``ended``, and return whether it was the last outstanding one.
@@ -303,10 +303,10 @@ class FSDPParamGroup:
         if ended in self._begun:
             self._begun.remove(ended)
         last = self.generation.end(number) or (ended.recompute and not self.generation.outstanding)
-        self.gradients.late |= reduce and not last and self.gradients.reduced
+        self.gradients.grads_after_reduce |= reduce and not last and self.gradients.reduced
         if LISTENERS:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
-        taken = self.gradients.take(reduce=last and reduce)
+        taken = self.gradients.pop_ready(reduce=last and reduce)
         self._release_backward(number, keep=reduce and self.keeps)
         self.gradients.reduce(taken)
         return last
@@ -315,7 +315,7 @@ class FSDPParamGroup:
         """Reduce whatever gradients there are; where there are none, take part with zeros."""
         if not self.gradients.is_set_up:  # then its gather is not prepared either
             self.gathering.prepare()
-        self.gradients.reduce(self.gradients.take(reduce=True))
+        self.gradients.reduce(self.gradients.pop_ready(reduce=True))
 
     def finish_backward(self, *, keep: bool, keep_ahead: bool) -> str:
         """End all that backward began and did not end: called once, when all of backward is over.
@@ -334,12 +334,12 @@ class FSDPParamGroup:
             each for each in begun if each.in_backward or self.generation.awaits(each.number)
         ]
         unsharding = self.gathering.state is ShardedState.UNSHARDING
-        if unsharding or not (self.gradients.reached or keep):
+        if unsharding or not (self.gradients.in_backward or keep):
             self.leases.drop(LeaseKind.USER)  # else it was taken after this backward was done
         for each in still_open:
             each.close()
             self.generation.end(each.number)
-            self.leases.give_back(LeaseKind.GRAPH, each.number)
+            self.leases.release(LeaseKind.GRAPH, each.number)
         if self.leases.out:
             self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE)
             if not keep_ahead:
@@ -350,10 +350,10 @@ class FSDPParamGroup:
         if gradients.unannounced:  # the graph that holds it may live on, and hide the gradients
             self.leases.drop(LeaseKind.GRAPH, LeaseKind.KEPT)
         waiting = accumulation.waiting
-        reached = gradients.reached or gradients.reached_unsynced or waiting
-        done = gradients.reduced and not gradients.late
+        reached = gradients.in_backward or gradients.in_unsynced_backward or waiting
+        done = gradients.reduced and not gradients.grads_after_reduce
         late = ", ".join(accumulation.names) if done and waiting else ""
-        taken = () if done and not waiting else gradients.take(reduce=reached and not done)
+        taken = () if done and not waiting else gradients.pop_ready(reduce=reached and not done)
         if self.gathering.state is not ShardedState.SHARDED:
             self._release_backward(0, keep=reached and keep)
         if taken:

@@ -289,7 +289,7 @@ class ModuleState:
                 )
             elif kept_for is not None:
                 group.leases.take(LeaseKind.RECOMPUTE)
-            group.give_back(LeaseKind.FORWARD)
+            group.release(LeaseKind.FORWARD)
         if call.entered:
             self.context.leave_forward(raised=output is None and sys.exception() is not None)
 

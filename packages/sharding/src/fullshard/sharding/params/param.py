@@ -310,7 +310,7 @@ class FSDPParam:
     # -- the gradient -----------------------------------------------------------------------------
 
     @property
-    def left(self) -> torch.Tensor | None:
+    def autograd_grad(self) -> torch.Tensor | None:
         """The full gradient that autograd left."""
         return None if self.unsharded is self.sharded else self.unsharded.grad
 

@@ -103,7 +103,11 @@ class Accumulation:
     @property
     def names(self) -> list[str]:
         """The names of the parameters of which there is one."""
-        return [each.name for each in self._params if each in self.kept or each.left is not None]
+        return [
+            each.name
+            for each in self._params
+            if each in self.kept or each.autograd_grad is not None
+        ]
 
     def stash(self) -> None:
         """Move autograd's gradients into the sums.
@@ -112,13 +116,13 @@ class Accumulation:
         further gradients to it; unless it is to outlive a backward that raises.
         """
         for param in self._params:
-            left = param.left
+            left = param.autograd_grad
             if left is None:
                 continue
             if self.keeps or param in self.kept or left.dtype != param.reduce_dtype:
-                self.put(param, self.take_of(param))
+                self.set_grad(param, self.take_of(param))
 
-    def take(self) -> list[torch.Tensor | None]:
+    def pop_grads(self) -> list[torch.Tensor | None]:
         """Return and remove the gradient of each parameter since the last reduction."""
         if not self.kept:
             self._look()
@@ -138,7 +142,7 @@ class Accumulation:
 
     def take_of(self, param: FSDPParam) -> torch.Tensor | None:
         """Return the gradient of a parameter and remove it."""
-        total, left = self.kept.pop(param, None), param.left
+        total, left = self.kept.pop(param, None), param.autograd_grad
         param.drop_gradient()
         gradient = None if left is None else param.to_reduce(left)
         if total is None:
@@ -147,7 +151,7 @@ class Accumulation:
             total = total.clone()
         return total if gradient is None else total.add_(gradient)
 
-    def put(self, param: FSDPParam, total: torch.Tensor | None) -> None:
+    def set_grad(self, param: FSDPParam, total: torch.Tensor | None) -> None:
         """Replace the gradient of ``param`` by ``total``, which came from ``take_of``."""
         param.drop_gradient()
         self.kept.pop(param, None)
@@ -179,13 +183,13 @@ class GroupGradients:
         replicas: what follows a reduce-scatter.
         accumulation: gradients that are not reduced yet, and whether to reduce at all.
         reductions: reductions launched so far.
-        reached: whether the present backward reached a forward of the group.
-        reached_unsynced: whether a backward without synchronisation reached the group since the
+        in_backward: whether the present backward reached a forward of the group.
+        in_unsynced_backward: whether a backward without synchronisation reached the group since the
             last reduction; this is equal on all ranks, but the set of gradients may differ.
         unannounced: whether a gradient was the first that the group knew of the backward.
         reduced: whether the present backward reduced the group.
-        late: whether it ended a forward of the group after that, whose gradients are still to be
-            reduced.
+        grads_after_reduce: whether it ended a forward of the group after that, whose gradients
+            are still to be reduced.
         bucket: the queue for reductions of groups that are gathered together; see ``Buckets``.
     """
 
@@ -200,8 +204,8 @@ class GroupGradients:
         self.device = device
         self.accumulation = Accumulation(params)
         self.reductions = 0
-        self.reached = self.unannounced = self.reduced = self.late = False
-        self.reached_unsynced = False
+        self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
+        self.in_unsynced_backward = False
         self.bucket: CoalescedReduction | None = None
         self._shared = shared
         self._default_comm = default_reduce_scatter(mesh_info.shard_process_group)
@@ -239,7 +243,7 @@ class GroupGradients:
         """Whether it reduced since parameters or settings changed."""
         return bool(self._setups)
 
-    def take(self, *, reduce: bool) -> ReadyReductions:
+    def pop_ready(self, *, reduce: bool) -> ReadyReductions:
         """Return what is to be reduced now: nothing if it is not time, or synchronisation is off.
 
         Gradients that stay behind are kept in the reduce dtype. The reduction contains all
@@ -254,8 +258,8 @@ class GroupGradients:
                 self.accumulation.stash()
             return ()
         self.reduced = True
-        self.reached_unsynced = False
-        gradients = self.accumulation.take()
+        self.in_unsynced_backward = False
+        gradients = self.accumulation.pop_grads()
         trainable = self.accumulation.trainable
         setups = self._setups.get(trainable)
         if setups is None:
@@ -338,21 +342,22 @@ class GroupGradients:
         ``waiting``: whether it left unsharded gradients.
         """
         self.accumulation.end_of_backward(waiting=waiting)
-        self.reached_unsynced |= self.reached and not self.reduced
+        self.in_unsynced_backward |= self.in_backward and not self.reduced
         if self.replicas.has_all_reduce:
             self.replicas.end_of_backward()
-        self.reached = self.unannounced = self.reduced = self.late = False
+        self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
 
     def leave_backward(self) -> None:
         """Note a backward that ended well, but that ``finalize_backward`` is to finish.
 
         A gradient that arrived after the reduction of the group is an error, which that raises.
         """
-        waiting, late, unannounced = self.accumulation.waiting, self.late, self.unannounced
+        waiting, late = self.accumulation.waiting, self.grads_after_reduce
+        unannounced = self.unannounced
         if waiting and self.reduced and not late:
             return
         self.end_of_backward(waiting=waiting)
-        self.reached_unsynced |= late
+        self.in_unsynced_backward |= late
         self.unannounced = unannounced
 
     def abandon(self) -> bool:
@@ -363,16 +368,16 @@ class GroupGradients:
         """
         keep = self.accumulation.keeps
         lost = self.unsynced and not keep
-        self.reached_unsynced &= keep
+        self.in_unsynced_backward &= keep
         self.accumulation.abandon(keep=keep)
         self.replicas.abandon(keep=keep)
-        self.reached = self.unannounced = self.reduced = self.late = False
+        self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
         return lost
 
     def forget(self) -> None:
         """Drop every unsharded gradient: the parameters were replaced."""
         self.accumulation.abandon(keep=False)
-        self.reached_unsynced = False
+        self.in_unsynced_backward = False
         self._setups.clear()
         if self.bucket is not None:
             self.bucket.forget()

@@ -148,11 +148,11 @@ class PlainReduce:
     """A reduce-scatter is all there is, as each shard is held once; see [Note: reduce strategies].
 
     Attributes:
-        complete: whether reductions give gradients now; else they are kept for a later one.
+        all_reduce_enabled: whether reductions give gradients now, or keep them for a later one.
         has_all_reduce: whether anything follows the reduce-scatter.
     """
 
-    complete = True
+    all_reduce_enabled = True
     has_all_reduce = False
 
     def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
@@ -184,7 +184,7 @@ class _Pending:
     Attributes:
         setup: what it carries.
         in_flight: what its strategy returned.
-        complete: whether it gives gradients; else they are kept for a later one.
+        all_reduce_enabled: whether it gives gradients; else they are kept for a later one.
         used_here: whether this rank had a gradient for each, if it lacked one, so that the
             used-parameter mask has to be read.
         staged: the parameters that some rank used, and what becomes their gradients.
@@ -192,13 +192,15 @@ class _Pending:
 
     setup: ReductionSetup
     in_flight: InFlight
-    complete: bool
+    all_reduce_enabled: bool
     used_here: Sequence[bool] | None
     staged: list[tuple[FSDPParam, torch.Tensor]] = field(default_factory=list)
 
     def stage_out(self, result: ReducedShards, used: Sequence[bool] | None) -> None:
         """Begin to bring the gradients of the ``used`` parameters where they live; None: all."""
-        given = zip(self.setup.params, result.shards, strict=True) if self.complete else ()
+        given = (
+            zip(self.setup.params, result.shards, strict=True) if self.all_reduce_enabled else ()
+        )
         self.staged = [
             (param, shard if shard.dtype is param.lands_in else param.stage_gradient(shard))
             for param, shard in (given if used is None else compress(given, used))
@@ -239,12 +241,12 @@ class ReductionQueue:
     def launch(self, setup: ReductionSetup, gradients: Gradients) -> None:
         """Launch a reduction once there is room."""
         while len(self._travelling) >= setup.config.inputs_in_flight:
-            self._travelling.popleft().in_flight.land()
+            self._travelling.popleft().in_flight.finish()
         used_here = [each is not None for each in gradients]
         reduction = _Pending(
             setup=setup,
             in_flight=setup.strategy.launch(setup, gradients),
-            complete=setup.strategy.complete,
+            all_reduce_enabled=setup.strategy.all_reduce_enabled,
             used_here=None if setup.settings.zero_unused or all(used_here) else used_here,
         )
         self._pending.append(reduction)
@@ -264,11 +266,11 @@ class ReductionQueue:
         # reduction has nothing to launch: `wait` below is the only wait for it, on every device.
         for reduction in pending:
             if reduction.setup.strategy.has_all_reduce:
-                reduction.in_flight.land()
+                reduction.in_flight.finish()
         results, lacking = [], []
         for reduction in pending:
             result = reduction.in_flight.wait()
-            if reduction.complete and reduction.setup.settings.hook is not None:
+            if reduction.all_reduce_enabled and reduction.setup.settings.hook is not None:
                 _call_hook(reduction.setup, result.output)
             results.append(result)
             if reduction.used_here is not None:
@@ -286,7 +288,7 @@ class ReductionQueue:
             for param in params:  # a hook may raise, so no gradient waits for it
                 for hook in list(hooks_after_accumulation(param).values()):
                     hook(param)
-            for name in reduction.setup.names if reduction.complete and LISTENERS else ():
+            for name in reduction.setup.names if reduction.all_reduce_enabled and LISTENERS else ():
                 emit(EventKind.REDUCE_DONE, name, rank=reduction.setup.rank)
 
     def seal(self) -> None:

@@ -61,7 +61,7 @@ class HybridReduce(PlainReduce):
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         """Start with the all-reduce on."""
         self._process_group = process_group
-        self.complete = True
+        self.all_reduce_enabled = True
         self._partial: dict[_Key, torch.Tensor] = {}
         self._begun: list[tuple[_Key, ReduceInFlight]] = []  # partial ones, in this backward
         self._ended: list[tuple[_Key, ReduceInFlight]] = []  # in one whose end did not wait
@@ -80,7 +80,7 @@ class HybridReduce(PlainReduce):
         self._ended.clear()
         reduction = setup.plan.launch(gradients)
         key = (setup.params, setup.layout.buffer.dtype)
-        if not self.complete:
+        if not self.all_reduce_enabled:
             self._begun.append((key, reduction))
             return reduction
         # a backward may reduce twice; see [Note: one reduction]
@@ -90,7 +90,7 @@ class HybridReduce(PlainReduce):
 
     def synchronise(self, enabled: bool) -> None:
         """Turn the all-reduce on or off."""
-        self.complete = enabled
+        self.all_reduce_enabled = enabled
 
     def end_of_backward(self) -> None:
         """Drop gradients that travelled in an all-reduce, and keep the others."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fullshard.preflight.compat import hooks_of
-from fullshard.preflight.verification.agree import together
+from fullshard.preflight.verification.agree import raise_together
 from fullshard.preflight.verification.causes.seen import seen_causes
 from fullshard.preflight.verification.closer.closer import Closer
 from fullshard.preflight.verification.closer.look import Look
@@ -32,9 +32,9 @@ def find_causes(program: Program, outcome: Outcome, run: Run) -> tuple[list[Caus
 
     The same on all ranks, which all call it.
     """
-    found = together(lambda: list(seen_causes(program, outcome)))
+    found = raise_together(lambda: list(seen_causes(program, outcome)))
     shown = [cause for cause in found if cause.tested]
-    sizes = together(lambda: {n: p.numel() for n, p in program.built().named_parameters()})
+    sizes = raise_together(lambda: {n: p.numel() for n, p in program.built().named_parameters()})
     try:
         closer = run(program, Closer(program, outcome, sizes))
     except Exception as error:
@@ -103,7 +103,7 @@ class _Experiments:
         return [Cause(name="random numbers drawn per rank", evidence=evidence, tested=True)]
 
     def _of_hooks(self) -> list[Cause]:
-        params = together(lambda: dict(self._program.built().named_parameters()))
+        params = raise_together(lambda: dict(self._program.built().named_parameters()))
         hooked = {name: hooks_of(param) for name, param in params.items() if hooks_of(param)}
         if not hooked or not self._helps(self._program.but(unhooked=True)):
             return []

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.preflight.verification.agree import everyones, from_first, jointly, together
+from fullshard.preflight.verification.agree import everyones, from_first, jointly, raise_together
 from fullshard.preflight.verification.comparing.compare import Comparison
 from fullshard.preflight.verification.comparing.optimizers import (
     Settings,
@@ -163,7 +163,7 @@ class Updates:
         Returns the settings of the optimizer that made the step again, on rank 0.
         """
         start = self.start_of(names)
-        again = together(lambda: Stepped(self._program, start, self.trained))
+        again = raise_together(lambda: Stepped(self._program, start, self.trained))
         found = len(comparison.differences)
         for name in names:
             came = full(self.sharded.params[name])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.preflight.compat import copy_hooks, is_compiled
-from fullshard.preflight.verification.agree import together
+from fullshard.preflight.verification.agree import raise_together
 from fullshard.preflight.verification.comparing.tensors import full
 from fullshard.preflight.verification.layers.chosen import layer_names
 from fullshard.preflight.verification.names import clean
@@ -36,12 +36,12 @@ class Layers:
     def __init__(self, program: Program) -> None:
         """Builds, shards and chooses; an error of one rank is an error of all."""
         choose = program.layers if callable(program.layers) else None
-        self.skeleton = together(program.skeleton)
-        self.names = together(lambda: layer_names(self.skeleton, choose))
+        self.skeleton = raise_together(program.skeleton)
+        self.names = raise_together(lambda: layer_names(self.skeleton, choose))
         self.sharded = Sharded(program)
-        together(self._require_eager)
-        self.untied = together(lambda: self.sharded.untied(self.skeleton))
-        self.device = together(self._room)
+        raise_together(self._require_eager)
+        self.untied = raise_together(lambda: self.sharded.untied(self.skeleton))
+        self.device = raise_together(self._room)
         self.modules = {clean(name): each for name, each in self.sharded.named.named_modules()}
         self._aliases = aliases(self.skeleton)
         self._hooked = not program.unhooked

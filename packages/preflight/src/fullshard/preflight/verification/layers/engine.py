@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.preflight.verification.agree import everyones, from_first, jointly, together
+from fullshard.preflight.verification.agree import everyones, from_first, jointly, raise_together
 from fullshard.preflight.verification.closer.contributions import Contributions
 from fullshard.preflight.verification.closer.look import Look
 from fullshard.preflight.verification.comparing.compare import Comparison, rms
@@ -163,8 +163,8 @@ class _ByLayer:
 
     def _train(self, step: int) -> tuple[Recorder, list[Trace]]:
         program, sharded = self._program, self._sharded
-        batch = together(lambda: program.batch_of(step))
-        together(partial(require_shapes, program, everyones(shapes_of(batch))))
+        batch = raise_together(lambda: program.batch_of(step))
+        raise_together(partial(require_shapes, program, everyones(shapes_of(batch))))
         if step == 0:
             self._remarks = remarks_on(program, everyones(looks_of(batch)))
         self._look.begin_step(sharded)
@@ -267,7 +267,7 @@ class _ByLayer:
         for rank, trace in enumerate(traces):
             theirs = from_first(calls, rank)
             ran = ran or bool(theirs)
-            together(partial(self._again, comparison, name, layer, (rank, theirs, trace)))
+            raise_together(partial(self._again, comparison, name, layer, (rank, theirs, trace)))
         return ran
 
     def _again(

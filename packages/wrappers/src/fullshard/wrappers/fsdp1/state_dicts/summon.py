@@ -169,7 +169,7 @@ class _Gradient:
         _showing.discard(self._param)
         if self._held is not None:
             self._written, self._held.grad = self._held.grad, None
-        self._accumulation.put(self._param, self._own)
+        self._accumulation.set_grad(self._param, self._own)
 
     @torch.no_grad()
     def store(self) -> None:
@@ -179,7 +179,7 @@ class _Gradient:
             own = None
             if full is not None:
                 own = self._param.sharding.to_reduce(full.detach(), full.dtype)
-            self._accumulation.put(self._param, own)
+            self._accumulation.set_grad(self._param, own)
             sharded.grad = None
             return
         assert isinstance(sharded, DTensor), "fully_shard makes DTensors"
