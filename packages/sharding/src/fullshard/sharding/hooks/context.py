@@ -272,15 +272,14 @@ class RootContext:
         Returns:
             The error of the first group that has one, or an empty string.
         """
-        errors = [
-            self.schedule.finish_backward(group, is_last=is_last)
-            for group in reversed(self.record.used)
-        ]
+        error = ""
+        for group in reversed(self.record.used):
+            late = self.schedule.finish_backward(group, is_last=is_last)
+            error = error or late
         self._end_unused()
         self._release_expired()
         for waiting in self._buckets.reductions:
             waiting.flush()
-        error = next(filter(None, errors), "")
         if not error:
             self.shared.queue.seal()
         if is_last:
