@@ -32,6 +32,8 @@ VERSIONS = [("3.12", "2.11.0"), ("3.11", "2.13.0"), ("3.13", "2.15.0")]
 # later -n wins, and -n 0 is one process, as --pdb wants it.
 WORKERS = min((os.cpu_count() or 1) + 1, 8)
 PARALLEL = ("-q", "-n", str(WORKERS), "--dist", "loadfile")
+# Workers and ranks are more than the cores, so a thread that spins takes time from the others.
+SHARED_CORES = {"OMP_WAIT_POLICY": "passive"}
 
 # What `versions` runs: every package, and the engine beside the torch that is installed.
 PACKAGES = ("comm", "wire", "sharding", "policies", "checkpoint", "optim", "preflight", "wrappers")
@@ -99,14 +101,16 @@ def tests(session: nox.Session) -> None:
 
     It ends with the slowest tests: all are to take less than 12 minutes on two cores.
     """
-    session.run(_workspace(session, "pytest"), *PARALLEL, "--durations=20", *session.posargs)
+    pytest = (_workspace(session, "pytest"), *PARALLEL, "--durations=20")
+    session.run(*pytest, *session.posargs, env=SHARED_CORES)
 
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)
 def matrix(session: nox.Session) -> None:
     """The full product, too long for `tests`: all that is marked slow or matrix."""
     marked = ("-m", "slow or matrix")
-    session.run(_workspace(session, "pytest"), *PARALLEL, *marked, *session.posargs)
+    pytest = (_workspace(session, "pytest"), *PARALLEL, *marked)
+    session.run(*pytest, *session.posargs, env=SHARED_CORES)
 
 
 @nox.session(default=False)
