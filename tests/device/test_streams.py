@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
+from fullshard.comm import CommStreams
 from support.card import CARD, card
 from support.device.pace import Pace, paced
 
@@ -140,6 +142,26 @@ def test_two_devices_have_streams_of_their_own() -> None:
     assert doubled.tolist() == [4.0] * 5
     with pytest.raises(RuntimeError, match="same device"):
         made + moved
+
+
+def test_the_streams_of_another_device_leave_the_current_device_and_its_stream_alone() -> None:
+    other = torch.device(CARD.type, 1)
+    streams = CommStreams(other)
+    before = card.current_stream(CARD), card.current_stream(other)
+    with streams.use(streams.gather):
+        assert streams.current() == card.current_stream(other) == streams.gather
+    assert torch.accelerator.current_device_index() == CARD.index
+    assert (card.current_stream(CARD), card.current_stream(other)) == before
+
+
+@pytest.mark.parametrize("known", [CARD.type, "meta"])
+def test_torchs_accelerator_is_asked_only_about_its_own_type_of_device(known: str) -> None:
+    accelerator = torch.device(known)
+    with patch.object(torch.accelerator, "current_accelerator", return_value=accelerator):
+        streams = CommStreams(CARD)
+    with patch.object(card, "stream", wraps=card.stream) as asked, streams.use(streams.gather):
+        assert card.current_stream() == streams.gather
+    assert asked.called is (known == "meta")
 
 
 def test_streams_are_equal_by_what_they_are() -> None:

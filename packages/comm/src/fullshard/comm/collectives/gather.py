@@ -191,7 +191,8 @@ def _end_to_end(shards: Sequence[torch.Tensor], layout: Layout) -> list[torch.Te
     end, dtype = 0, layout.buffer.dtype
     for shard, spec, extent in zip(shards, layout.specs, layout.extents, strict=True):
         if shard.numel():
-            if spec.dtype is not dtype or not shard.is_contiguous() or extent.offset != end:
+            plain = spec.dtype is dtype and spec is spec.decoded
+            if not plain or not shard.is_contiguous() or extent.offset != end:
                 return []
             end += shard.numel() * dtype.itemsize
     return [shard.view(-1) for shard in shards if shard.numel()]

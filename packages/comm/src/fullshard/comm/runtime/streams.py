@@ -141,8 +141,11 @@ class CommStreams:
         self.inputs: Stream = self._new("inputs")
         self.reduce: Stream = self._new("reduce")
         self.all_reduce: Stream = self._new("all_reduce")
-        # torch.accelerator asks the device in C++; a device's own module takes ten times as long.
-        self._in_cpp = isinstance(self.copy_in, torch.Stream)
+        # torch.accelerator asks in C++, several times as fast as a device's module, but knows one
+        # type of device: not CUDA, where a program has loaded another accelerator as well.
+        accelerator = torch.accelerator.current_accelerator()
+        known = accelerator is not None and accelerator.type == self.device.type
+        self._in_cpp = known and isinstance(self.copy_in, torch.Stream)
 
     @classmethod
     @functools.cache
@@ -192,8 +195,8 @@ class CommStreams:
         """A context in which ``stream`` is current."""
         if self._module is None:
             return NOTHING
-        if isinstance(stream, torch.Stream):
-            return _Current(stream)
+        if self._in_cpp:
+            return _Current(cast("torch.Stream", stream))
         return cast("AbstractContextManager[object]", self._module.stream(stream))
 
     def retire(
