@@ -26,6 +26,7 @@ from fullshard.comm import (
     observe,
 )
 from fullshard.comm.collectives.gather import FullTensors
+from fullshard.comm.layouts.coded import CodedSpec
 from fullshard.comm.runtime.required import require
 from fullshard.comm.transports.collective import AllGather
 from support.collectives import Allocates, gather_config, shard_of
@@ -105,6 +106,36 @@ def test_even_tensors_of_one_dtype_are_gathered_whatever_padding_follows_them(
     shards = [shard.float() for shard in shards_of(fulls, specs, group)]
     for _ in range(2):
         assert_gathered(foreach_all_gather(shards, layout, config), specs, fulls)
+
+
+class _Doubled(CodedSpec):
+    """A code that is as large as what it codes, in the dtype of the buffer: twice each number."""
+
+    __slots__ = ()
+
+    @property
+    def decoded(self) -> TensorSpec:
+        return TensorSpec(shape=self.shape, dtype=torch.float32)
+
+    def encode(self, parts: torch.Tensor, codes: torch.Tensor, first_rank: int) -> None:
+        codes.copy_((parts * 2).view(codes.shape))
+
+    def decode(self, codes: torch.Tensor, parts: torch.Tensor, first_rank: int) -> None:
+        parts.copy_((codes / 2).view(parts.shape))
+
+
+def test_a_code_as_large_as_its_tensor_is_not_taken_for_the_tensor() -> None:
+    specs = [
+        _Doubled(shape=(1, 16), dtype=torch.uint8),
+        TensorSpec(shape=(1, 16), dtype=torch.uint8),
+    ]
+    shards = [torch.full((1, 16), 0.5), torch.full((1, 16), 3, dtype=torch.uint8)]
+    layout, config = RankMajorLayout(specs, 1), gather_config(group_of(0, 1))
+    in_flight = foreach_all_gather(shards, layout, config)
+    assert buffer_of(in_flight).tolist() == [1] * 16 + [3] * 16
+    outputs = [torch.empty(1, 16), torch.empty(1, 16, dtype=torch.uint8)]
+    foreach_all_gather_copy_out(in_flight, outputs)
+    assert all(torch.equal(output, shard) for output, shard in zip(outputs, shards, strict=True))
 
 
 def test_tensors_that_were_filled_in_inference_mode_are_filled_in_training_too() -> None:
