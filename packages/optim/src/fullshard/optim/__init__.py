@@ -10,5 +10,21 @@ from fullshard.optim.averaging import ExponentialMovingAverage
 from fullshard.optim.grouping import matrix_groups
 from fullshard.optim.muon import Muon
 from fullshard.optim.soap import SOAP
+from fullshard.optim.tiers.offloaded import (
+    FileTier,
+    OffloadedOptimizer,
+    OffloadStatistics,
+    StateOffloadError,
+)
 
-__all__ = ["SOAP", "AdamW8bit", "ExponentialMovingAverage", "Muon", "matrix_groups"]
+__all__ = [
+    "SOAP",
+    "AdamW8bit",
+    "ExponentialMovingAverage",
+    "FileTier",
+    "Muon",
+    "OffloadStatistics",
+    "OffloadedOptimizer",
+    "StateOffloadError",
+    "matrix_groups",
+]

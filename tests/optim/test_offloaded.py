@@ -1,0 +1,554 @@
+"""An optimizer with its state in files: the steps of the wrapped one, and what users do with it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard.optim import AdamW8bit, FileTier, Muon, OffloadedOptimizer, StateOffloadError
+from fullshard.optim.tiers.state_file import StateFile
+from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.sharding import clip_grad_norm_, fully_shard
+from support.optim.wide import Wide
+from support.ranks import cpu_mesh, distributed
+from support.surface.model import batch, build, sharded, train
+from support.surface.ranks import everyone, full, full_parameters
+
+STEPS = 4
+Maker = Callable[[nn.Module], Optimizer]
+
+
+def adamw(model: nn.Module, **options: Any) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), **{"lr": 0.1, **options})
+
+
+def in_files(optimizer: Optimizer, folder: Path, **options: Any) -> OffloadedOptimizer:
+    """``optimizer`` with all tensors of its state in files, and about one parameter per bucket."""
+    return OffloadedOptimizer(optimizer, FileTier(folder, bucket_mb=1e-4, min_bytes=1, **options))
+
+
+def full_state(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The whole state of each parameter."""
+    return [
+        {key: full(v) if isinstance(v, torch.Tensor) else v for key, v in state.items()}
+        for state in optimizer.state.values()
+    ]
+
+
+def assert_equal_runs(mine: nn.Module, one: Optimizer, theirs: nn.Module, other: Optimizer) -> None:
+    """Both models have the same parameters, and both optimizers the same state, to the bit."""
+    values, expected = full_parameters(mine), full_parameters(theirs)
+    assert all(torch.equal(values[name], expected[name]) for name in expected)
+    for state, wanted in zip(full_state(one), full_state(other), strict=True):
+        assert state.keys() == wanted.keys()
+        assert all(
+            torch.equal(torch.as_tensor(state[k]), torch.as_tensor(v)) for k, v in wanted.items()
+        )
+
+
+def assert_in_file(optimizer: OffloadedOptimizer) -> None:
+    """Every tensor of state with more than one element is a view of the file."""
+    memory = optimizer._file.memory
+    start, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+    for state in optimizer.state.values():
+        for value in state.values():
+            local = value.to_local() if isinstance(value, DTensor) else value
+            if local.numel() > 1:
+                assert start <= local.data_ptr() < end
+
+
+# -- the same steps -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Program:
+    """One way to train.
+
+    Attributes:
+        make: the optimizer.
+        arguments: for ``fully_shard``.
+        micro_batches: backwards per step.
+        clip: the largest norm of all gradients; 0: any.
+        closure: whether the step gets a closure.
+    """
+
+    make: Maker = adamw
+    arguments: dict[str, Any] = field(default_factory=dict)
+    micro_batches: int = 1
+    clip: float = 0.0
+    closure: bool = False
+
+    def run(self, model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+        """Train for some steps, with a learning rate that falls."""
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for step in steps:
+
+            def backward(step: int = step) -> torch.Tensor:
+                optimizer.zero_grad()
+                for each in range(self.micro_batches):
+                    loss = model(batch(10 * step + each)).square().mean()
+                    loss.backward()
+                if self.clip:
+                    clip_grad_norm_(model, self.clip)
+                return loss
+
+            if self.closure:
+                optimizer.step(backward)  # type: ignore[arg-type] # torch's closures return floats
+            else:
+                backward()
+                optimizer.step()
+            scheduler.step()
+
+
+def _groups(model: nn.Module) -> Optimizer:
+    params = list(model.parameters())
+    return torch.optim.AdamW(
+        [{"params": params[::2], "lr": 0.1}, {"params": params[1::2], "lr": 0.01, "amsgrad": True}]
+    )
+
+
+PROGRAMS = {
+    "adamw": Program(),
+    "fused": Program(lambda model: adamw(model, fused=True)),
+    "for each parameter": Program(lambda model: adamw(model, foreach=False)),
+    "groups of parameters": Program(_groups),
+    "momentum": Program(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)),
+    "no state": Program(lambda m: torch.optim.SGD(m.parameters(), lr=0.1)),
+    "nadam": Program(lambda m: torch.optim.NAdam(m.parameters(), lr=0.1)),
+    "rprop": Program(lambda m: torch.optim.Rprop(m.parameters(), lr=0.1)),
+    "accumulation and clipping": Program(micro_batches=3, clip=0.1),
+    "closure": Program(closure=True),
+    "bf16": Program(arguments={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
+    "offload": Program(arguments={"offload_policy": CPUOffloadPolicy()}),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@distributed(2)
+def test_steps_equal_those_of_the_wrapped_optimizer_to_the_bit(name: str, tmp_path: Path) -> None:
+    program = PROGRAMS[name]
+    mine, theirs = (sharded(build(), **program.arguments) for _ in range(2))
+    one, other = in_files(program.make(mine), tmp_path), program.make(theirs)
+    program.run(mine, one, range(STEPS))
+    program.run(theirs, other, range(STEPS))
+    assert_equal_runs(mine, one, theirs, other)
+    assert_in_file(one)
+
+
+def test_a_model_that_is_not_sharded_steps_alike(tmp_path: Path) -> None:
+    mine, theirs = build(), build()
+    one, other = in_files(adamw(mine), tmp_path), adamw(theirs)
+    train(mine, one, range(STEPS))
+    train(theirs, other, range(STEPS))
+    assert_equal_runs(mine, one, theirs, other)
+    assert_in_file(one)
+
+
+@distributed(2)
+def test_codes_of_eight_bits_stay_equal(tmp_path: Path) -> None:
+    models = [Wide(), Wide()]
+    for model in models:
+        fully_shard(model)
+    optimizers = [AdamW8bit(model.parameters(), lr=0.02) for model in models]
+    mine, other = in_files(optimizers[0], tmp_path), optimizers[1]
+    for step in range(3):
+        for model, optimizer in zip(models, (mine, other), strict=True):
+            for param in model.parameters():
+                param.grad = torch.sin(param.detach() * 100 + step)
+            optimizer.step()
+    assert_equal_runs(models[0], mine, models[1], other)
+    assert_in_file(mine)
+
+
+@distributed(2)
+def test_an_optimizer_built_before_sharding_steps_the_shards(tmp_path: Path) -> None:
+    mine, theirs = build(), build()
+    one, other = in_files(adamw(mine), tmp_path), adamw(theirs)
+    sharded(mine)
+    sharded(theirs)
+    train(mine, one, range(2))
+    train(theirs, other, range(2))
+    assert_equal_runs(mine, one, theirs, other)
+
+
+@distributed(2)
+def test_parameters_without_gradients_and_new_groups_are_as_with_the_wrapped(
+    tmp_path: Path,
+) -> None:
+    mine, theirs = sharded(build()), sharded(build())
+    runs = []
+    for model in (mine, theirs):
+        params = list(model.parameters())
+        params[0].requires_grad_(False)
+        made: Optimizer = torch.optim.AdamW(params[:5], lr=0.1)
+        optimizer = made if model is theirs else in_files(made, tmp_path)
+        train(model, optimizer, range(2))
+        optimizer.add_param_group({"params": params[5:], "lr": 0.02})
+        train(model, optimizer, range(2, 4))
+        runs.append(optimizer)
+    assert_equal_runs(mine, runs[0], theirs, runs[1])
+
+
+# -- memory and traffic ---------------------------------------------------------------------------
+
+
+@distributed(2)
+def test_a_step_reads_and_writes_the_state_once_and_keeps_three_buckets(tmp_path: Path) -> None:
+    model = sharded(build())
+    optimizer = in_files(adamw(model), tmp_path)
+    train(model, optimizer, range(1))
+    extents = [entry.extent.nbytes for entry in optimizer._entries.values()]
+    before = optimizer.statistics
+    assert (before.bytes_read, before.bytes_written) == (0, sum(extents))
+    train(model, optimizer, range(1, 3))
+    after = optimizer.statistics
+    assert after.bytes_read == 2 * sum(extents)
+    assert after.bytes_written - before.bytes_written == 2 * sum(extents)
+    buckets = [[p for each in bucket.values() for p in each] for bucket in optimizer._buckets()]
+    sizes = [
+        sum(
+            entry.extent.nbytes
+            for param in params
+            for value in optimizer.state[param].values()
+            if (entry := optimizer._entry_of(value)) is not None
+        )
+        for params in buckets
+    ]
+    assert sum(sizes) == sum(extents) > 3 * max(sizes)
+    assert 0 < after.buffer_bytes <= 3 * max(sizes)
+
+
+def test_files_have_no_name_and_no_space_is_lost_when_state_is_replaced(tmp_path: Path) -> None:
+    model = build()
+    optimizer = in_files(adamw(model), tmp_path)
+    train(model, optimizer, range(1))
+    assert list(tmp_path.iterdir()) == []
+    end = optimizer._file._end
+    for step in range(1, 4):
+        optimizer.load_state_dict(optimizer.state_dict())
+        for state in optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"].clone()
+        train(model, optimizer, range(step, step + 1))
+    assert optimizer._file._end <= 2 * end
+
+
+# -- state dicts and a user's own changes ---------------------------------------------------------
+
+
+@distributed(2)
+def test_a_run_continues_from_a_checkpoint_on_another_mesh(tmp_path: Path) -> None:
+    never_stopped = sharded(build())
+    other = adamw(never_stopped)
+    train(never_stopped, other, range(4))
+    model = sharded(build())
+    optimizer = in_files(adamw(model), tmp_path / "state")
+    train(model, optimizer, range(2))
+    whole = {name: full(param) for name, param in model.named_parameters()}
+    saved = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(saved, checkpoint_id=tmp_path / "checkpoint")
+
+    again = build(seed=1)
+    again.load_state_dict(whole, strict=False)
+    sharded(again, mesh=cpu_mesh((1, 2), ("replicate", "shard")))
+    continued = in_files(adamw(again), tmp_path / "state")
+    loaded = {"optimizer": get_optimizer_state_dict(again, continued)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "checkpoint")
+    set_optimizer_state_dict(again, continued, loaded["optimizer"])
+    train(again, continued, range(2, 4))
+    assert_equal_runs(again, continued, never_stopped, other)
+    assert_in_file(continued)
+
+
+@pytest.mark.parametrize("to_files", [True, False])
+@distributed(2)
+def test_a_state_dict_goes_between_files_and_memory(to_files: bool, tmp_path: Path) -> None:
+    whole = sharded(build())
+    expected = adamw(whole)
+    train(whole, expected, range(4))
+    model = sharded(build())
+    first, second = adamw(model), adamw(model)
+    given = first if to_files else in_files(first, tmp_path)
+    taken = in_files(second, tmp_path) if to_files else second
+    train(model, given, range(2))
+    taken.load_state_dict(given.state_dict())
+    train(model, taken, range(2, 4))
+    assert_equal_runs(model, taken, whole, expected)
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "in place": lambda state: state["exp_avg"].mul_(2),
+    "another tensor": lambda state: state.update(exp_avg=state["exp_avg"] * 2),
+    "other memory": lambda state: setattr(state["exp_avg"], "data", state["exp_avg"] * 2),
+    "cleared": lambda state: state.clear(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@distributed(2)
+def test_what_a_user_changes_in_the_state_is_stepped(name: str, tmp_path: Path) -> None:
+    mine, theirs = sharded(build()), sharded(build())
+    one, other = in_files(adamw(mine), tmp_path), adamw(theirs)
+    for model, optimizer in ((mine, one), (theirs, other)):
+        train(model, optimizer, range(1))
+        for state in list(optimizer.state.values())[::2]:
+            CHANGES[name](state)
+        train(model, optimizer, range(1, 3))
+    assert_equal_runs(mine, one, theirs, other)
+
+
+def test_hooks_of_both_optimizers_are_called_once_per_step(tmp_path: Path) -> None:
+    model = build()
+    inner = adamw(model)
+    called: list[str] = []
+    inner.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer = in_files(inner, tmp_path)
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    train(model, optimizer, range(2))
+    assert called == ["before", "after"] * 2
+
+
+def test_a_grad_scaler_steps_it(tmp_path: Path) -> None:
+    mine, theirs = build(), build()
+    one, other = in_files(adamw(mine), tmp_path), adamw(theirs)
+    for model, optimizer in ((mine, one), (theirs, other)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(batch(step)).square().mean()).backward()
+            if step == 1:
+                next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr] # it has one
+            scaler.step(optimizer)
+            scaler.update()
+    assert_equal_runs(mine, one, theirs, other)
+
+
+def test_a_step_that_raises_leaves_buckets_usable(tmp_path: Path) -> None:
+    class Fails(torch.optim.AdamW):
+        fails = False
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            if type(self).fails and self.param_groups[0]["params"][0].ndim == 1:
+                raise ArithmeticError("a step failed")
+            return super().step(closure)
+
+    model = build()
+    optimizer = in_files(Fails(model.parameters()), tmp_path)
+    train(model, optimizer, range(1))
+    state = [{k: v.clone() for k, v in each.items()} for each in optimizer.state.values()]
+    Fails.fails = True
+    for _ in range(5):  # more often than there are buffers
+        with pytest.raises(ArithmeticError, match="a step failed"):
+            optimizer.step()
+    Fails.fails = False
+    optimizer.zero_grad()
+    optimizer.step()
+    assert [each.keys() for each in optimizer.state.values()] == [each.keys() for each in state]
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def _fails(call: str, code: int) -> Callable[..., int]:
+    def failing(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return failing
+
+
+FAULTS = {
+    "full disk": ("posix_fallocate", errno.ENOSPC, "no space for .* stays in memory"),
+    "write": ("pwritev", errno.EIO, "could not be written.*Input/output error.*stays in memory"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@distributed(2)
+def test_state_that_cannot_be_written_stays_in_memory_and_all_ranks_raise(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, code, text = FAULTS[name]
+    mine, theirs = sharded(build()), sharded(build())
+    one, other = in_files(adamw(mine), tmp_path), adamw(theirs)
+    train(theirs, other, range(3))
+    mine(batch(0)).square().mean().backward()
+    with monkeypatch.context() as patched:
+        if dist.get_rank() == 1:
+            patched.setattr(os, call, _fails(call, code))
+        with pytest.raises(StateOffloadError, match=f"rank 1: .*{text}"):
+            one.step()
+            one.state  # noqa: B018 # waits for the writes
+            one.zero_grad()
+            one.step()
+    again = sharded(build())
+    fresh = in_files(adamw(again), tmp_path)
+    train(again, fresh, range(3))
+    assert_equal_runs(again, fresh, theirs, other)
+
+
+@distributed(2)
+def test_nothing_is_lost_by_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, theirs = sharded(build()), sharded(build())
+    one, other = in_files(adamw(mine), tmp_path), adamw(theirs)
+    for model, optimizer in ((mine, one), (theirs, other)):
+        for step in range(3):
+            model(batch(step)).square().mean().backward()
+            with monkeypatch.context() as patched:
+                if step == 0 and dist.get_rank() == 1:
+                    patched.setattr(os, "posix_fallocate", _fails("", errno.ENOSPC))
+                if optimizer is one and step == 0:
+                    with pytest.raises(StateOffloadError, match="No space left"):
+                        optimizer.step()
+                else:
+                    optimizer.step()
+            optimizer.zero_grad()
+    assert_equal_runs(mine, one, theirs, other)
+
+
+@distributed(2)
+def test_state_that_cannot_be_read_names_the_parameters_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = sharded(build())
+    optimizer = in_files(adamw(model), tmp_path)
+    train(model, optimizer, range(1))
+    optimizer.zero_grad()
+    model(batch(1)).square().mean().backward()
+    before = full_parameters(model)
+    if dist.get_rank() == 0:
+        monkeypatch.setattr(os, "preadv", _fails("preadv", errno.EIO))
+    with pytest.raises(
+        StateOffloadError, match=r"rank 0: the state of .*stem.weight.* not stepped"
+    ):
+        optimizer.step()
+    shards = {
+        n: p.to_local().clone() for n, p in model.named_parameters() if isinstance(p, DTensor)
+    }
+    same = [
+        torch.equal(before[n].chunk(2)[0][: s.shape[0]], s) for n, s in shards.items() if s.numel()
+    ]
+    assert all(same) == (dist.get_rank() == 0) or not all(everyone(True))
+
+
+@distributed(2)
+def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    model = sharded(build())
+    folder = tmp_path
+    if dist.get_rank() == 1:
+        (tmp_path / "file").write_text("")
+        folder = tmp_path / "file" / "below"
+    with pytest.raises(StateOffloadError, match=r"rank 1: cannot make a file in .*Not a directory"):
+        in_files(adamw(model), folder)
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "no optimizer": (
+        lambda path: OffloadedOptimizer(3, FileTier(path)),  # type: ignore[arg-type] # wrong
+        TypeError,
+        "optimizer is a int; pass a torch.optim.Optimizer",
+    ),
+    "no tier": (
+        lambda path: OffloadedOptimizer(adamw(build()), path),  # type: ignore[arg-type] # wrong
+        TypeError,
+        "pass FileTier",
+    ),
+    "lbfgs": (
+        lambda path: OffloadedOptimizer(torch.optim.LBFGS(build().parameters()), FileTier(path)),
+        TypeError,
+        "LBFGS, which steps parameters together",
+    ),
+    "muon": (
+        lambda path: OffloadedOptimizer(
+            Muon(nn.Linear(4, 4, bias=False).parameters()), FileTier(path)
+        ),
+        TypeError,
+        "Muon, which steps parameters together",
+    ),
+    "two buffers": (lambda path: FileTier(path, buffers=2), ValueError, "buffers is 2; pass 3"),
+    "no threads": (lambda path: FileTier(path, threads=0), ValueError, "threads is 0"),
+    "bucket": (lambda path: FileTier(path, bucket_mb=0), ValueError, "bucket_mb is 0"),
+    "bucket of text": (lambda path: FileTier(path, bucket_mb="1"), TypeError, "bucket_mb is '1'"),  # type: ignore[arg-type] # wrong
+    "direct": (lambda path: FileTier(path, direct=1), TypeError, "direct is 1"),  # type: ignore[arg-type] # wrong
+    "folder": (lambda path: FileTier(3), TypeError, "folder is a int"),  # type: ignore[arg-type] # wrong
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_refused(name: str, tmp_path: Path) -> None:
+    make, kind, text = WRONG[name]
+    with pytest.raises(kind, match=text):
+        make(tmp_path)
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="which is a file; pass a folder"):
+        FileTier(tmp_path / "file")
+
+
+# -- the file -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_extents_keep_their_bytes_apart_and_join_for_one_call(direct: bool, tmp_path: Path) -> None:
+    file = StateFile(tmp_path, 1 << 20, threads=2, direct=direct)
+    extents = [file.reserve(nbytes) for nbytes in (1, 5000, 4096)]
+    assert [extent.nbytes for extent in extents] == [4096, 8192, 4096]
+    sent = torch.randint(0, 256, (3 * 4096 + 8192,), dtype=torch.uint8)[4096:]
+    aligned_by = -sent.data_ptr() % 4096
+    memory = torch.empty(16384 + 4096, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 4096 :][:16384]
+    memory.copy_(torch.randint(0, 256, (16384,), dtype=torch.uint8))
+    assert aligned_by >= 0
+    for each in file.write([extents[2], extents[0], extents[1]], memory):
+        each.result()
+    assert torch.equal(file.memory[extents[2].offset :][:4096], memory[:4096])
+    assert torch.equal(file.memory[extents[0].offset :][:12288], memory[4096:])
+    back = torch.zeros(16384 + 4096, dtype=torch.uint8)
+    back = back[-back.data_ptr() % 4096 :][:16384]
+    for each in file.read([extents[2], extents[0], extents[1]], back):
+        each.result()
+    assert torch.equal(back, memory)
+    file.give_back(extents[0])
+    assert file.reserve(7) == extents[0]
+    with pytest.raises(OSError, match="the file was made for"):
+        file.reserve(2 << 20)
+
+
+def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, torch\n"
+        "from fullshard.optim import FileTier, OffloadedOptimizer\n"
+        "model = torch.nn.Linear(64, 64)\n"
+        "tier = FileTier(sys.argv[1])\n"
+        "optimizer = OffloadedOptimizer(torch.optim.AdamW(model.parameters()), tier)\n"
+        "model(torch.ones(1, 64)).sum().backward()\n"
+        "optimizer.step()\n"
+        "assert optimizer.statistics.bytes_written > 0\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert ended.returncode == -9
+    assert list(tmp_path.iterdir()) == []
