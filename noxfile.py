@@ -186,7 +186,7 @@ def device(session: nox.Session) -> None:
 DEVICES = {"async": ("workspace", "device-async"), "vulkan": ("device-vulkan",)}
 # Where tests are marked `device`; a folder that has none would only cost its collection.
 CORE_ON_DEVICES = ["tests/device", "tests/gpu", "tests/parity", "tests/policies", "tests/wire"]
-CORE_ON_DEVICES += ["tests/checkpoint"]
+CORE_ON_DEVICES += ["tests/checkpoint", "tests/optim"]
 
 
 @nox.session(name="device-async", requires=["workspace"], venv_backend="none", default=False)

@@ -251,7 +251,8 @@ class OffloadedOptimizer(Optimizer):
         except OSError as error:
             self._note(f"cannot make a file in {str(tier.folder)!r}: {error.strerror}", "")
         else:
-            pin = any(can_pin(param.device) for param in params)
+            host = torch.device("cpu")
+            pin = any(param.device != host for param in params) and can_pin(host)
             self._file = file
             self._staging = Staging(file, buffers=tier.buffers, pin=pin)
         self._agree()
