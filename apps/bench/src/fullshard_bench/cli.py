@@ -1,4 +1,4 @@
-"""The command line: `run`, `suite`, `plan`, `plan-time`, `optim`, `state-dicts`, `compare`, `draw`.
+"""The command line: `run`, `suite`, `plan`, `plan-time`, `optim`, `state-dicts`, `compare`, ...
 
 Owns the options, and how a command ends: with exit code 0, or 2 after an error that the user can
     correct, printed in one line.
@@ -18,10 +18,12 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from fullshard.optim import FileTier
 from fullshard.preflight import DEVICES
 from fullshard_bench.errors import BenchError
 from fullshard_bench.measuring.optimizers import measure_optimizers, said_of_optimizers
 from fullshard_bench.measuring.state_dicts import measure_state_dicts, table_of_state_dicts
+from fullshard_bench.measuring.state_files import measure_state_files, table_of_state_files
 from fullshard_bench.models.registry import MODELS
 from fullshard_bench.models.workload import Shape
 from fullshard_bench.planning.choices import add_choices, choices_of
@@ -87,6 +89,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.command == "state-dicts":
             ranks, rounds = _at_least_one(options.ranks, "ranks"), _at_least_one(options.rounds)
             console.print(table_of_state_dicts(measure_state_dicts(options.model, ranks, rounds)))
+        elif options.command == "state-files":
+            _at_least_one(options.ranks, "ranks")
+            _at_least_one(options.turns, "turns")
+            try:
+                tier = FileTier(options.folder, bucket_mb=options.bucket_mb)
+            except ValueError as error:
+                raise BenchError(str(error)) from None
+            figures = measure_state_files(options.model, options.ranks, options.turns, tier)
+            console.print(table_of_state_files(figures), soft_wrap=True)
         elif options.command == "suite":
             runs = SUITES[options.suite]
             if options.verify:
@@ -158,6 +169,14 @@ def _build_parser() -> argparse.ArgumentParser:
     states.add_argument("--model", nargs="+", default=["gpt-small"], help="as `run` takes them")
     states.add_argument("--ranks", type=int, default=2, help="processes, with one thread each")
     states.add_argument("--rounds", type=int, default=61, help="how often each call is timed")
+    files = commands.add_parser(
+        "state-files", help="AdamW with its state in files, beside its state in memory"
+    )
+    files.add_argument("--model", nargs="+", default=["gpt-124m"], help="as `run` takes them")
+    files.add_argument("--ranks", type=int, default=2, help="processes, with one thread each")
+    files.add_argument("--turns", type=int, default=3, help="how often each side is run")
+    files.add_argument("--bucket-mb", type=float, default=16, help="MiB of parameters at once")
+    files.add_argument("--folder", type=Path, required=True, help="on the disk to measure")
     changes = commands.add_parser("compare", help="what changed between two results")
     changes.add_argument("before", type=Path, help="a JSON file")
     changes.add_argument("after", type=Path, help="another")

@@ -104,7 +104,7 @@ class FileTier:
     """
 
     folder: str | Path
-    bucket_mb: float = 32
+    bucket_mb: float = 16
     buffers: int = 3
     threads: int = 4
     direct: bool = True
