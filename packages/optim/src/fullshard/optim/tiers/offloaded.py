@@ -6,10 +6,11 @@ the last is written. ``staging`` owns the buffers and ``state_file`` the file.
 
 [Note: state in a file] Between steps each large tensor of the optimizer's state is a view of the
 mapped file, with the shape, dtype and placements that the optimizer gave it. So state dicts,
-checkpoints and a user's own code read and write it as always, and it takes no memory of the
-process: the system drops a page that nobody touches. A step does not go through the map: it reads
-into buffers ahead of use. A tensor in the state that is not such a view (from the first step, from
-a state dict, or from a user) is used as it is, and moves to the file after the step.
+checkpoints and user code read and write the state as always. The views take no memory of the
+process: the system drops pages that nobody touches. A step does not use the map. It reads the file
+into buffers ahead of use. The state may also hold tensors with memory of their own, from the first
+step, from a state dict or from a user. A step uses such a tensor directly, and then moves the
+tensor to the file.
 """
 
 from __future__ import annotations
@@ -135,9 +136,9 @@ class _Entry:
     """A tensor of state that is in the file.
 
     Attributes:
-        extent: where it is.
+        extent: the place of the tensor in the file.
         tensor: the view of the mapped file that the optimizer's state holds.
-        device: where the optimizer steps it.
+        device: the device on which the optimizer steps the tensor.
     """
 
     extent: Extent
@@ -146,7 +147,7 @@ class _Entry:
 
     @property
     def spec(self) -> ShardingSpec | None:
-        """How it is cut; None: a plain tensor."""
+        """The placements of the tensor; None: a plain tensor."""
         return spec_of(self.tensor) if isinstance(self.tensor, DTensor) else None
 
     def on_host(self, view: torch.Tensor) -> torch.Tensor:
@@ -179,7 +180,7 @@ class _Staged:
         return found is not None and found[0] is value and _local(value) is found[1]
 
     def collect(self) -> None:
-        """Copy what was stepped on a device to the buffer, and wait for it."""
+        """Copy state that was stepped on a device to the buffer, and wait for the copies."""
         devices = set()
         for _, local, host in self._of.values():
             if local is not host:
@@ -194,13 +195,13 @@ class _Staged:
 
 @dataclass(frozen=True, eq=False)
 class _Item:
-    """One tensor of the state of a parameter, and where it is kept.
+    """One tensor of the state of a parameter, and its place in the file.
 
     Attributes:
         param: the parameter.
         key: the name of the tensor in its state.
         state: the state of the parameter in the wrapped optimizer.
-        entry: where it is kept.
+        entry: the place of the tensor.
     """
 
     param: Any
@@ -274,7 +275,7 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def statistics(self) -> OffloadStatistics:
-        """What was read and written so far on this rank."""
+        """The traffic of this rank so far. Waits for the last writes."""
         staging = self._ready()
         staging.drain()
         return OffloadStatistics(
@@ -356,7 +357,11 @@ class OffloadedOptimizer(Optimizer):
     def _step_bucket(
         self, bucket: Mapping[int, Sequence[torch.Tensor]], items: Sequence[_Item], batch: Batch
     ) -> Optimizer | None:
-        """Step one bucket, and begin to write its state; None if that could not be read."""
+        """Step one bucket, and begin to write its state.
+
+        Returns:
+            The optimizer of the bucket; None if the state could not be read.
+        """
         staging, params = self._ready(), [param for each in bucket.values() for param in each]
         try:
             staging.wait(batch)
@@ -397,10 +402,10 @@ class OffloadedOptimizer(Optimizer):
     def _take_over(
         self, params: Sequence[torch.Tensor], stepped: Optimizer, staged: _Staged
     ) -> list[tuple[Any, Any]]:
-        """Make the state after a step that of the wrapped optimizer.
+        """Give the state after a step to the wrapped optimizer.
 
         Returns:
-            Parameter and key of each value that is not in the bucket's buffer.
+            The parameter and the key of each value that is not in the bucket's buffer.
         """
         state = self.optimizer.state
         found: list[tuple[Any, Any]] = []
@@ -449,7 +454,7 @@ class OffloadedOptimizer(Optimizer):
     # -- what is in the file ----------------------------------------------------------------------
 
     def _entry_of(self, value: Any) -> _Entry | None:
-        """Return where a tensor of the state is; None if it is in memory of its own."""
+        """Return the place of a tensor of the state; None if the tensor has memory of its own."""
         entry = self._entries.get(id(value))
         if entry is None or entry.tensor is not value:
             return None
@@ -457,7 +462,7 @@ class OffloadedOptimizer(Optimizer):
         return entry if local.data_ptr() == start else None  # else a user gave it other memory
 
     def _store_all(self) -> None:
-        """Move all state in memory to the file, as much at once as a bucket has."""
+        """Move all state in memory to the file, bucket by bucket."""
         for bucket in self._buckets():
             params = [param for each in bucket.values() for param in each]
             states = [(param, self.optimizer.state.get(param)) for param in params]
@@ -520,7 +525,7 @@ class OffloadedOptimizer(Optimizer):
         return local.nbytes >= self.tier.min_bytes and _is_dense(local)
 
     def _rescue(self, items: Sequence[_Item], batch: Batch, error: OSError) -> None:
-        """Keep in memory what could not be written."""
+        """Keep a bucket's state in memory, after a write of it failed."""
         for item, view in zip(items, batch.views, strict=True):
             entry, local = item.entry, item.entry.on_host(view).clone().to(item.entry.device)
             if item.state.get(item.key) is entry.tensor:
@@ -533,7 +538,7 @@ class OffloadedOptimizer(Optimizer):
         )
 
     def _forget_unused(self) -> None:
-        """Let other tensors have the space of those that left the state."""
+        """Free the space of tensors that are no longer in the state."""
         states = [each for each in self.optimizer.state.values() if isinstance(each, dict)]
         used = {id(value) for state in states for value in state.values()}
         for key in self._entries.keys() - used:
@@ -547,7 +552,7 @@ class OffloadedOptimizer(Optimizer):
         return self._staging
 
     def _note(self, what: str, advice: str) -> None:
-        """Keep the first error until all ranks can raise it."""
+        """Keep the first error for ``_agree``."""
         self._error = self._error or (f"{what}; {advice}" if advice else what)
 
     def _agree(self) -> None:
@@ -577,7 +582,7 @@ def _require_separable(optimizer: object) -> None:
 
 
 def _is_own(name: str) -> bool:
-    """Return whether an attribute of a bucket's optimizer is not the wrapped optimizer's."""
+    """Return whether an attribute belongs to a bucket's optimizer alone."""
     return name in ("state", "param_groups", "step") or name.startswith(_HOOKS)
 
 
@@ -603,7 +608,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _laid_as(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like ``tensor`` in ``memory``, bytes that are as many or more."""
+    """Return a tensor like ``tensor`` in ``memory``, which has at least as many bytes."""
     flat = memory[: tensor.nbytes].view(tensor.dtype)
     return flat.as_strided(tensor.shape, tensor.stride())
 

@@ -1,8 +1,8 @@
 """Host buffers through which optimizer state travels between a file and a step.
 
-``Staging`` owns a few buffers and hands them out, one bucket of state at a time: read ahead, step,
-write behind. It knows nothing about optimizers. What is in a buffer while it is written is in no
-other memory, so a write that fails gives the tensors to the caller before the buffer is used again.
+``Staging`` owns a few buffers and lends them, one bucket of state at a time: read ahead, step,
+write behind. Optimizers are unknown here. A buffer that is being written is the only copy of its
+state, so after a failed write the caller takes the state over before the buffer is used again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Batch:
     """State of one bucket in one buffer.
 
     Attributes:
-        extents: where it is in the file.
-        views: its bytes, ``[extent.nbytes]`` uint8 for each extent.
-        rescue: takes the bytes over if the write fails.
+        extents: the places of the tensors in the file.
+        views: one view of the buffer for each extent, ``[extent.nbytes]`` uint8.
+        rescue: the function that takes the state over if the write fails.
         buffer: the whole buffer.
-        moves: the reads or writes that were begun and not waited for.
+        moves: the reads or writes that are in progress.
     """
 
     extents: Sequence[Extent]
@@ -43,7 +43,7 @@ class Batch:
 
     @property
     def memory(self) -> torch.Tensor:
-        """All bytes, one after the other."""
+        """The part of the buffer that the views fill."""
         return self.buffer[: sum(view.numel() for view in self.views)]
 
 
@@ -85,26 +85,26 @@ class Staging:
         return Batch(extents, views, rescue, buffer)
 
     def read(self, extents: Sequence[Extent], rescue: Rescue) -> Batch:
-        """Return a batch that is being read; see ``wait``."""
+        """Begin to read a batch, and return the batch; ``wait`` waits for the read."""
         batch = self.take(extents, rescue)
         batch.moves = self._file.read(extents, batch.memory)
         return batch
 
     def wait(self, batch: Batch) -> None:
-        """Wait until ``batch`` was read.
+        """Wait for the read of ``batch``.
 
         Raises:
-            OSError: if it could not be.
+            OSError: if the read failed.
         """
         self._wait(batch)
 
     def write(self, batch: Batch) -> None:
-        """Begin to write ``batch``, whose buffer is used again after that."""
+        """Begin to write ``batch``; its buffer is free again after the write."""
         batch.moves = self._file.write(batch.extents, batch.memory)
         self._written.append(batch)
 
     def drop(self, batch: Batch) -> None:
-        """Use the buffer of ``batch`` again without a write, once no thread fills it."""
+        """Free the buffer of ``batch`` without a write, when no thread fills it any more."""
         wait(batch.moves)
         self._free.append(batch.buffer)
 

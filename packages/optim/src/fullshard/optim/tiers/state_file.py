@@ -1,9 +1,9 @@
 """One file of this rank that holds optimizer state: space, reads and writes in the background.
 
-``StateFile`` is the main class. The file has no name: it is unlinked right after it is opened, so
-no other run can change it, and the system frees it when the process ends, also after a kill.
+``StateFile`` is the main class. The file is unlinked right after it is opened: no other run can
+change the file, and the system frees its space when the process ends, also after a kill.
 ZeRO-Infinity (S. Rajbhandari et al., arXiv 2104.07857) introduced state on NVMe. ``staging`` moves
-tensors through this file; ``offloaded`` decides what is moved and when.
+tensors through this file; ``offloaded`` decides which tensors, and when.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Extent:
     """A part of the file.
 
     Attributes:
-        offset: where it begins, in bytes; a multiple of ``ALIGNMENT``.
+        offset: its first byte; a multiple of ``ALIGNMENT``.
         nbytes: its size in bytes; a multiple of ``ALIGNMENT``.
     """
 
@@ -51,7 +51,7 @@ class StateFile:
     """A file without a name, and the threads that read and write it.
 
     Attributes:
-        folder: where it is.
+        folder: the folder of the file.
         direct: whether reads and writes pass the system's page cache by (``O_DIRECT``).
         memory: the whole file as bytes, ``[capacity]`` uint8, mapped. A page is read from the file
             when it is touched, and the system may drop it again.
@@ -60,7 +60,7 @@ class StateFile:
     """
 
     def __init__(self, folder: Path, capacity: int, *, threads: int, direct: bool) -> None:
-        """Make the file; it takes no space until ``reserve``.
+        """Make the file, which takes no space until ``reserve``.
 
         Args:
             folder: an existing folder, or one that can be made.
