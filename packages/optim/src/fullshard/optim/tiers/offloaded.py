@@ -53,6 +53,7 @@ __all__ = ["FileTier", "OffloadStatistics", "OffloadedOptimizer", "StateOffloadE
 _ROOM = 32  # the file may grow to this many times the parameters' bytes; it is sparse until then
 _LEAST_ROOM = 256 << 20  # bytes
 _HOOKS = "_optimizer_"  # how torch (2.11 to 2.15) names an optimizer's dicts of hooks
+_ENGINE = "_fullshard_"  # how sharding names what it keeps for one optimizer
 
 _WORDS = Comparison(
     what="optimizer state in files",
@@ -238,8 +239,9 @@ class OffloadedOptimizer(Optimizer):
         if not isinstance(tier, FileTier):
             raise TypeError(f"tier is a {type(tier).__name__}; pass FileTier(folder)")
         # Not by torch's constructor: groups, state and hooks stay those of the wrapped optimizer.
-        shared = {"state", "param_groups", "step"}
-        vars(self).update({k: v for k, v in vars(optimizer).items() if k not in shared})
+        for name, value in vars(optimizer).items():
+            if name.startswith(_HOOKS) or not _is_own(name):
+                vars(self)[name] = value
         self.optimizer = optimizer
         self.tier = tier
         self._error = ""
@@ -387,7 +389,10 @@ class OffloadedOptimizer(Optimizer):
         """Return an optimizer like the wrapped one, of one bucket and its staged state."""
         stepped: Optimizer = object.__new__(type(self.optimizer))
         for name, value in vars(self.optimizer).items():
-            vars(stepped)[name] = OrderedDict() if name.startswith(_HOOKS) else value
+            if name.startswith(_HOOKS):
+                vars(stepped)[name] = OrderedDict()
+            elif not _is_own(name):
+                vars(stepped)[name] = value
         groups, state = self.param_groups, self.optimizer.state
         stepped.param_groups = [
             {**groups[index], "params": list(bucket[index])} for index in bucket
@@ -583,7 +588,7 @@ def _require_separable(optimizer: object) -> None:
 
 def _is_own(name: str) -> bool:
     """Return whether an attribute belongs to a bucket's optimizer alone."""
-    return name in ("state", "param_groups", "step") or name.startswith(_HOOKS)
+    return name in ("state", "param_groups", "step") or name.startswith((_HOOKS, _ENGINE))
 
 
 def _meshes_of(groups: Sequence[Mapping[str, Any]]) -> list[DeviceMesh]:
