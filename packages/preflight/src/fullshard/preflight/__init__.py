@@ -2,12 +2,15 @@
 
 ``verify`` trains a user's own model both ways and compares; so does the command ``python -m
 fullshard.preflight verify``. ``plan`` returns the memory of a rank in a world of any size.
+``diagnose`` checks machines and connections; so does ``python -m fullshard.preflight doctor``.
 """
 
 from fullshard.preflight.costs.devices import DEVICES, Device, Efficiency, Link
 from fullshard.preflight.costs.here import Here
 from fullshard.preflight.costs.hosts import Host
 from fullshard.preflight.costs.links import Links, measure_links
+from fullshard.preflight.doctor.findings import Diagnosis, Finding, Level
+from fullshard.preflight.doctor.together import diagnose
 from fullshard.preflight.planning.choices import Choice, recompute_units, split_batch
 from fullshard.preflight.planning.failures import PlanError
 from fullshard.preflight.planning.fit import CHOICES, BudgetError, Fit, fit
@@ -36,12 +39,15 @@ __all__ = [
     "Cause",
     "Choice",
     "Device",
+    "Diagnosis",
     "Difference",
     "Efficiency",
+    "Finding",
     "Fit",
     "Here",
     "Host",
     "Idle",
+    "Level",
     "Link",
     "Links",
     "Phase",
@@ -54,6 +60,7 @@ __all__ = [
     "Tolerance",
     "Verdict",
     "VerificationFailed",
+    "diagnose",
     "fit",
     "measure_links",
     "parse_bytes",

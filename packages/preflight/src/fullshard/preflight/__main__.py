@@ -1,4 +1,8 @@
-"""``verify`` from the command line: ``torchrun -m fullshard.preflight verify module:function``."""
+"""``verify`` and ``doctor`` from the command line.
+
+``torchrun -m fullshard.preflight verify module:function`` compares a sharded model with the
+unsharded one; ``python -m fullshard.preflight doctor`` checks machines and connections.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,33 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from fullshard.preflight.doctor.command import run_doctor
 from fullshard.preflight.verification.verify import verify
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command on this rank; return 0 if both agree, 1 if not."""
+    """Run the command on this rank; return 0 if all is well, 1 if not."""
     parser = argparse.ArgumentParser(
         prog="python -m fullshard.preflight",
-        description="Whether a sharded model trains as the unsharded one. Start with torchrun.",
+        description="Checks before a run: of machines and connections, and of a sharded model.",
     )
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(required=True, dest="command")
+    doctor = commands.add_parser(
+        "doctor",
+        help="check versions, devices, limits, collectives and links",
+        description="Checks this machine and ranks started on it; under torchrun, all its ranks. "
+        "Exit code: 0 without a failure, 1 with one. Warnings do not count.",
+    )
+    doctor.add_argument("--folder", type=Path, help="also measure the disk of this folder")
+    doctor.add_argument("--ranks", type=_count, help="ranks to start here (one per device, or 2-4)")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     command = commands.add_parser("verify", help="train both ways and compare")
     command.add_argument(
         "function",
@@ -30,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--steps", type=int, help="how many steps, instead of what it says")
     command.add_argument("--stretch", type=float, help="a factor on what rounding may make differ")
     given = parser.parse_args(arguments)
+    if given.command == "doctor":
+        return run_doctor(given.folder, given.ranks, as_json=given.json)
     wanted = {"steps": given.steps, "stretch": given.stretch}
     settings = {**_settings(given.function), **{k: v for k, v in wanted.items() if v is not None}}
     began = not dist.is_initialized()
@@ -43,6 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if began:
             dist.destroy_process_group()
     return 0 if verdict.equal else 1
+
+
+def _count(text: str) -> int:
+    """Return a number of ranks."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
 
 
 def _settings(name: str) -> dict[str, Any]:

@@ -1,0 +1,72 @@
+"""``doctor`` from the command line, alone or under torchrun.
+
+Alone, ``run_doctor`` starts ranks on this machine, so that collectives are checked as well.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from fullshard.preflight.doctor.together import diagnose
+
+__all__ = ["run_doctor"]
+
+_MOST_LOCAL = 4
+
+
+def run_doctor(folder: Path | None, ranks: int | None, *, as_json: bool) -> int:
+    """Diagnose, print the findings on rank 0, and return the exit code: 0, or 1 after a failure.
+
+    Args:
+        folder: a folder whose disk is measured; None: no disk.
+        ranks: how many ranks to start here; None: one per device, or 2 to 4 by the number of cores.
+            Under torchrun its ranks are used.
+        as_json: print JSON in place of lines.
+    """
+    if dist.is_initialized():
+        return _report(folder, as_json)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if torch.accelerator.is_available():
+            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group()
+        try:
+            return _report(folder, as_json)
+        finally:
+            dist.destroy_process_group()
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    count = ranks or devices or min(max(os.cpu_count() or 1, 2), _MOST_LOCAL)
+    with tempfile.TemporaryDirectory(prefix="fullshard-doctor-") as scratch:
+        given = (count, devices > 0, scratch, folder, as_json)
+        multiprocessing.spawn(_run_rank, args=given, nprocs=count, join=True)
+        return int(Path(scratch, "code").read_text())
+
+
+def _run_rank(
+    rank: int, count: int, on_devices: bool, scratch: str, folder: Path | None, as_json: bool
+) -> None:
+    if on_devices:
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+    else:
+        torch.set_num_threads(max((os.cpu_count() or 1) // count, 1))
+    store = dist.FileStore(f"{scratch}/store", count)
+    dist.init_process_group(store=store, rank=rank, world_size=count)
+    code = _report(folder, as_json)
+    if rank == 0:
+        Path(scratch, "code").write_text(str(code))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _report(folder: Path | None, as_json: bool) -> int:
+    diagnosis = diagnose(folder)
+    if dist.get_rank() == 0:
+        sys.stdout.write(f"{diagnosis.as_json() if as_json else diagnosis}\n")
+        sys.stdout.flush()
+    return 0 if diagnosis.healthy else 1
