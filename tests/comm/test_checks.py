@@ -73,8 +73,9 @@ PAIR = [TensorSpec(shape=(4, 2), dtype=torch.float32), TensorSpec(shape=(3,), dt
         ([torch.zeros(4, 2), torch.zeros(1)], r"shard 0 has shape \(4, 2\);.*\(2, 2\) on rank 1"),
         ([torch.zeros(2, 2), torch.zeros(2)], r"shard 1 has shape \(2,\);.*\(1,\) on rank 1"),
         ([torch.zeros(2, 2), torch.zeros(1, device="meta")], "shard 1 is on meta"),
+        ([torch.zeros(2, 2), torch.zeros(1, dtype=torch.cfloat)], r"shard 1 .*torch\.complex64"),
     ],
-    ids=["number", "unsharded", "wrong rank", "device"],
+    ids=["number", "unsharded", "wrong rank", "device", "dtype"],
 )
 def test_bad_shards_are_refused_before_any_collective(
     shards: list[torch.Tensor], message: str
@@ -97,8 +98,9 @@ def test_a_layout_for_another_world_is_refused() -> None:
         ([torch.zeros(2, 4), torch.zeros(3)], r"output 0 has shape \(2, 4\)"),
         ([torch.zeros(2, 4).t(), torch.zeros(3)], "output 0 .* must be contiguous"),
         ([torch.zeros(4, 2), torch.zeros(3, device="meta")], "output 1 is on meta"),
+        ([torch.zeros(4, 2, dtype=torch.int64), torch.zeros(3)], r"output 0 .*torch\.int64"),
     ],
-    ids=["number", "shape", "strides", "device"],
+    ids=["number", "shape", "strides", "device", "dtype"],
 )
 def test_bad_outputs_are_refused_and_the_gather_can_still_be_claimed(
     outputs: list[torch.Tensor], message: str
@@ -150,3 +152,37 @@ def test_bad_gradients_are_refused_before_any_collective(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         foreach_reduce(gradients, layout, reduce_config(group_of(0, 2)))
+
+
+DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bfloat16)
+DTYPES += (torch.float32, torch.float64, torch.complex64)
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+def test_shards_are_cast_if_extreme_values_of_their_dtype_stay_what_they_are(
+    source: torch.dtype,
+) -> None:
+    group, extremes = group_of(0, 1), _extremes(source)
+    for target in DTYPES:
+        spec = TensorSpec(shape=tuple(extremes.shape), dtype=target)
+        cast = torch.stack([each.to(target).to(torch.complex128) for each in extremes])
+        kept = torch.allclose(cast, extremes.to(torch.complex128), rtol=1e-2, atol=0)
+        config = gather_config(group, default_all_gather(group))
+        try:
+            foreach_all_gather([extremes], RankMajorLayout([spec], 1), config).discard()
+        except ValueError as error:
+            assert not kept, f"{source} to {target}: {error}"
+        else:
+            assert kept, f"{source} to {target}"
+
+
+def _extremes(dtype: torch.dtype) -> torch.Tensor:
+    """Values that no dtype of another kind, and no narrower integer, holds."""
+    if dtype is torch.bool:
+        return torch.tensor([False, True])
+    if dtype.is_complex:
+        return torch.tensor([1 + 2j, -0.5j], dtype=dtype)
+    if dtype.is_floating_point:
+        return torch.tensor([1.75, -0.5], dtype=dtype)
+    return torch.tensor([torch.iinfo(dtype).min, torch.iinfo(dtype).max], dtype=dtype)

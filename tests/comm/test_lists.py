@@ -82,6 +82,9 @@ def test_lists_that_do_not_fit_are_refused() -> None:
         all_gather_tensors([], [spec], group)
     with pytest.raises(ValueError, match=r"shard 0 has shape \(4,\)"):
         all_gather_tensors([torch.zeros(4)], [spec], group)
+    whole = TensorSpec(shape=(2,), dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"shard 0 has dtype torch\.float32.*torch\.int64"):
+        all_gather_tensors([torch.tensor([1.7])], [whole], group)
     with pytest.raises(ValueError, match="1 gradients and 2 specs"):
         reduce_scatter_tensors([torch.zeros(4)], [spec, spec], group)
     with pytest.raises(ValueError, match=r"torch\.int64"):

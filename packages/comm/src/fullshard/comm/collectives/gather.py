@@ -307,8 +307,9 @@ def foreach_all_gather(
     ``config.streams.synchronize_with_current()``.
 
     Args:
-        shards: this rank's shard of each tensor, ``layout.specs[i].shard_shape(rank)``, any dtype.
-            Use ``OwnShards``, which checks them once, for shards that are sent repeatedly.
+        shards: this rank's shard of each tensor, ``layout.specs[i].shard_shape(rank)``. Another
+            dtype than the spec's is cast, unless the cast could lose more than precision. Use
+            ``OwnShards``, which checks them once, for shards that are sent repeatedly.
         layout: where things lie; its world size is the process group's.
         config: collective, ranks, streams.
         async_op: ask the collective for a work handle on accelerators too.
@@ -329,9 +330,9 @@ def foreach_all_gather_copy_out(
     Args:
         in_flight: what ``foreach_all_gather`` gave.
         outputs: contiguous tensors of exactly the full size: ``layout.specs[i].shape``, or flat
-            with as many elements. A dtype other than the spec's is cast to. The outputs are written
-            in place, so autograd's version counters advance. Use ``FullTensors`` for outputs that
-            are filled repeatedly.
+            with as many elements. A dtype other than the spec's is cast to, unless the cast
+            could lose more than precision. The outputs are written in place, so autograd's version
+            counters advance. Use ``FullTensors`` for outputs that are filled repeatedly.
 
     Raises:
         ValueError: if outputs do not fit the layout; the gather can still be claimed.

@@ -37,15 +37,17 @@ def all_gather_tensors(
     A single collective moves all tensors.
 
     Args:
-        shards: this rank's shards, ``specs[i].shard_shape(rank, world_size)``; any mix of dtypes,
-            all on one device.
+        shards: this rank's shards, ``specs[i].shard_shape(rank, world_size)``, all on one device.
+            A shard of another dtype than its spec's is cast, unless the cast could lose more than
+            precision.
         specs: the full tensors; the same on all ranks.
         process_group: the ranks that hold the shards.
         comm: the all-gather; None: the default one of these ranks.
 
     Raises:
         TypeError: if ``comm`` is no all-gather.
-        ValueError: if shards do not fit specs, or are on several devices.
+        ValueError: if shards do not fit specs, in shape or in the kind of dtype, or are on several
+            devices.
     """
     comm = default_all_gather(process_group) if comm is None else comm
     require(AllGather, comm)

@@ -50,11 +50,19 @@ def check_shards(
     """Compare this rank's shards with the layout.
 
     Raises:
-        ValueError: if their number, a shape or a device differs.
+        ValueError: if their number, a shape or a device differs, or if the cast to the layout's
+            dtype could lose more than precision: floats to integers, or integers to narrower ones.
     """
     hint = f"on rank {rank} of {layout.world_size}. Shard tensors as torch.chunk does."
     shapes = [spec.decoded.shard_shape(rank, layout.world_size) for spec in layout.specs]
     _compare("shard", shards, shapes, device, name, hint)
+    for index, (shard, spec) in enumerate(zip(shards, layout.specs, strict=True)):
+        if not _can_cast(shard.dtype, spec.decoded.dtype):
+            raise ValueError(
+                f"{_for(name)}shard {index} has dtype {shard.dtype}; a cast to the spec's "
+                f"{spec.decoded.dtype} could change its values. Cast the shard first, or pass a "
+                f"spec of {shard.dtype}."
+            )
 
 
 def check_outputs(
@@ -63,12 +71,19 @@ def check_outputs(
     """Compare the full tensors to be filled with the layout.
 
     Raises:
-        ValueError: if their number, a shape or a device differs, or one is not contiguous.
+        ValueError: if their number, a shape or a device differs, one is not contiguous, or the
+            cast to its dtype could lose more than precision.
     """
     hint = "or be flat. Allocate it with torch.empty(spec.shape)."
     shapes = [spec.decoded.shape for spec in layout.specs]
     _compare("output", outputs, shapes, device, name, hint, or_flat=True)
-    for index, output in enumerate(outputs):
+    for index, (output, spec) in enumerate(zip(outputs, layout.specs, strict=True)):
+        if not _can_cast(spec.decoded.dtype, output.dtype):
+            raise ValueError(
+                f"{_for(name)}output {index} has dtype {output.dtype}; a cast of the spec's "
+                f"{spec.decoded.dtype} to it could change values. Allocate it with "
+                "torch.empty(spec.shape, dtype=spec.dtype)."
+            )
         if not output.is_contiguous():
             raise ValueError(
                 f"{_for(name)}output {index} of shape {tuple(output.shape)} has strides "
@@ -110,6 +125,21 @@ def check_reducible(layout: Layout, name: str) -> None:
 
 def _for(name: str) -> str:
     return f"{name}: " if name else ""
+
+
+def _can_cast(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether a cast loses nothing but precision.
+
+    ``torch.can_cast`` also allows integers that the target may be too narrow for.
+    """
+    if source is target or target.is_floating_point or target.is_complex:
+        return torch.can_cast(source, target)
+    if source.is_floating_point or source.is_complex or target is torch.bool:
+        return False
+    if source is torch.bool:
+        return True
+    given, kept = torch.iinfo(source), torch.iinfo(target)
+    return kept.min <= given.min and given.max <= kept.max
 
 
 def _compare(
