@@ -15,7 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard.policies import CPUOffloadPolicy, KeepUnsharded, MixedPrecisionPolicy, NoPrefetch
-from fullshard.sharding import DataParallelMeshDims, FSDPModule, NoOffload, fully_shard
+from fullshard.sharding import (
+    DataParallelMeshDims,
+    FSDPModule,
+    NoOffload,
+    fully_shard,
+    replicate,
+)
 from support.ranks import cpu_mesh, distributed
 from support.surface.errors import says
 from support.surface.model import batch, build
@@ -130,6 +136,29 @@ def test_a_module_list_with_a_forward_of_its_own_can_be_sharded() -> None:
 
     chain = fully_shard(Chain([nn.Linear(3, 3), nn.Linear(3, 3)]))
     assert chain(torch.ones(1, 3)).shape == (1, 3)
+
+
+@pytest.mark.parametrize("first", [fully_shard, replicate], ids=["sharded", "replicated"])
+@distributed(2)
+def test_a_module_inside_one_whose_group_has_its_parameters_is_an_error(first: Any) -> None:
+    net = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    first(net)
+    for again in (fully_shard, replicate):
+        with pytest.raises(ValueError, match=says("Sequential", "0.0.weight", "inner modules fi")):
+            again(net[0])
+    assert type(net[0]) is nn.Sequential
+    net[1] = nn.Linear(2, 2)  # what came since, or was ignored, is in no group
+    fully_shard(net[1])
+
+
+@distributed(2)
+def test_modules_that_share_one_can_both_be_sharded() -> None:
+    shared = nn.Linear(2, 2)
+    net = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
+    fully_shard(net[0])
+    fully_shard(net[1])
+    fully_shard(net)(torch.ones(1, 2)).sum().backward()
+    assert shared.weight.grad is not None
 
 
 @distributed(2)

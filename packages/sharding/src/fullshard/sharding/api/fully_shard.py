@@ -109,8 +109,8 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
 
     Raises:
         TypeError: if an argument is of the wrong type; the message names it and what to pass.
-        ValueError: if a module was sharded before or is given twice, if the mesh has other
-            dimensions, or a parameter cannot be sharded.
+        ValueError: if a module, or one around it, was sharded before, if a module is given twice,
+            if the mesh has other dimensions, or a parameter cannot be sharded.
         RuntimeError: if ``mesh`` is None and ``torch.distributed`` was not initialised.
     """
     modules = modules_of(module, "fully_shard")
@@ -189,9 +189,9 @@ def replicate(
 
     Raises:
         TypeError: if an argument is of the wrong type; the message names it and what to pass.
-        ValueError: if a module was sharded or replicated before or is given twice, if the mesh has
-            other dimensions, ``dp_mesh_dims`` names an axis that shards, or a parameter cannot be
-            taken.
+        ValueError: if a module, or one around it, was sharded or replicated before, if a module is
+            given twice, if the mesh has other dimensions, ``dp_mesh_dims`` names an axis that
+            shards, or a parameter cannot be taken.
         RuntimeError: if ``mesh`` is None and ``torch.distributed`` was not initialised.
     """
     modules = modules_of(module, "replicate")

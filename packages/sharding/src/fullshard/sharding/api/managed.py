@@ -128,7 +128,8 @@ def find_managed(
 
     Raises:
         TypeError: if an argument, or what the function returns, is of the wrong type.
-        ValueError: if a parameter cannot be sharded so; the message names it.
+        ValueError: if a parameter cannot be sharded so, or is in the group of a module around
+            ``modules``; the message names it.
     """
     if placement is not None and not callable(placement):
         raise TypeError(
@@ -144,6 +145,7 @@ def find_managed(
             place = Place(module, key)
             owner = owner_of(param)
             if owner is not None:
+                _require_inner_first(modules, prefix + key, owner)
                 managed.tied[place] = owner
             elif param in managed.cuts:
                 managed.cuts[param].places.append(place)
@@ -151,8 +153,26 @@ def find_managed(
                 _require_hooks(prefix + key, module)
                 require_shardable(prefix + key, param)
                 chosen = None if placement is None else placement(param)
-                managed.cuts[param] = _cut(prefix + key, param, place, chosen, mesh_info)
+                dim, mesh = _dim_and_mesh(prefix + key, param, chosen, mesh_info)
+                managed.cuts[param] = Cut(
+                    name=prefix + key, places=[place], mesh_info=mesh, dim=dim, walked=seen
+                )
     return managed
+
+
+def _require_inner_first(modules: Sequence[nn.Module], name: str, owner: FSDPParam) -> None:
+    """Check that no call on a module around ``modules`` took their parameter ``name``.
+
+    Raises:
+        ValueError: if one did: a call on ``modules`` would then change nothing.
+    """
+    for each in modules:
+        if each in owner.walked:
+            raise ValueError(
+                f"{type(each).__name__} is inside a module that was given to fully_shard or "
+                f"replicate before, whose group holds {name} as {owner.name}; call it on inner "
+                "modules first, and on the module around them last"
+            )
 
 
 def _require_hooks(name: str, module: nn.Module) -> None:
@@ -192,20 +212,16 @@ def _walk(prefix: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tupl
         yield from _walk(f"{prefix}{name}.", child, seen)
 
 
-def _cut(
-    name: str,
-    param: nn.Parameter,
-    place: Place,
-    chosen: ShardPlacementFnResult,
-    mesh_info: FSDPMeshInfo,
-) -> Cut:
-    """Return how to shard ``param``, given the result ``chosen`` of ``shard_placement_fn``."""
+def _dim_and_mesh(
+    name: str, param: nn.Parameter, chosen: ShardPlacementFnResult, mesh_info: FSDPMeshInfo
+) -> tuple[int, FSDPMeshInfo]:
+    """Return how to cut ``param``, given the result ``chosen`` of ``shard_placement_fn``."""
     chosen = converted(chosen, {"ShardPlacementResult": ShardPlacementResult})
     if isinstance(chosen, ShardPlacementResult):
         mesh_info = _require_mesh_info(name, chosen.mesh_info, mesh_info)
         chosen = chosen.placement
     if chosen is None:
-        return Cut(name=name, places=[place], mesh_info=mesh_info, dim=0)
+        return 0, mesh_info
     if not isinstance(chosen, Shard):
         raise TypeError(
             f"shard_placement_fn returned a {type(chosen).__name__} for {name}; return Shard(dim), "
@@ -216,7 +232,7 @@ def _cut(
         raise ValueError(
             f"shard_placement_fn returned {chosen} for {name}, which has {param.ndim} dimensions"
         )
-    return Cut(name=name, places=[place], mesh_info=mesh_info, dim=dim)
+    return dim, mesh_info
 
 
 _TORCHS = {each.__name__: each for each in (FSDPMeshInfo, HSDPMeshInfo, DDPMeshInfo)}

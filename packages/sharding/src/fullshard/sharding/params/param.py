@@ -78,12 +78,14 @@ class Cut:
         places: every module and name that holds it.
         mesh_info: over which mesh.
         dim: the dim that is cut, counted from the first.
+        walked: the modules in which the same ``fully_shard`` call looked for parameters.
     """
 
     name: str
     places: list[Place]
     mesh_info: FSDPMeshInfo
     dim: int
+    walked: set[nn.Module]
 
 
 class FSDPParam:
@@ -92,6 +94,7 @@ class FSDPParam:
     Attributes:
         name: full name from the root, for messages; set again when a root is found.
         places: every module and name that holds this parameter; tied weights have several.
+        walked: the modules in which its ``fully_shard`` call looked for parameters.
         sharding: how it is cut, gathered, used and reduced.
         shape: the shape of the whole parameter.
         sharded: the parameter the optimizer sees: a ``DTensor`` with ``Shard(dim)``.
@@ -123,7 +126,7 @@ class FSDPParam:
             dtypes: in which dtypes it is gathered and reduced.
         """
         self.name = cut.name
-        self.places = cut.places
+        self.places, self.walked = cut.places, cut.walked
         self.mesh_info = cut.mesh_info
         self.offload = offload
         self.dtypes = dtypes
