@@ -109,6 +109,22 @@ def test_a_choice_that_answers_wrongly_is_named_on_every_rank(
         reduce_scatter_tensors([torch.ones(8)], [spec], group, comm=DefaultReduceScatter(**choices))
 
 
+class _SaysOkay(DefaultAllGather):
+    """As ``_SaysTrue``, by a method of its own; the transport is blameless."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        super().__call__(*arguments, **options)
+        return "ok"
+
+
+@distributed(2)
+def test_a_subclass_that_answers_wrongly_is_named_and_not_its_transport() -> None:
+    group, spec = dist.group.WORLD, TensorSpec(shape=(8,), dtype=torch.float32)
+    assert group is not None
+    with pytest.raises(TypeError, match=r"^_SaysOkay gave 'ok'"):
+        all_gather_tensors([torch.ones(4)], [spec], group, comm=_SaysOkay())
+
+
 @distributed(2)
 def test_lists_travel_through_the_collective_that_is_handed_in() -> None:
     group = dist.group.WORLD

@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.comm import DefaultAllGather, ProcessGroupTransport
+from fullshard.comm import (
+    CollectiveMismatchError,
+    DefaultAllGather,
+    ProcessGroupTransport,
+    SharedMemoryError,
+    reset_shared_memory,
+    shared_memory_statistics,
+)
 from fullshard.comm.collectives.gather import FullTensors
 from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.policies import MixedPrecisionPolicy
@@ -289,3 +296,25 @@ def test_a_forward_that_ended_is_not_kept() -> None:
     kept = weakref.ref(output)
     del output
     assert kept() is None
+
+
+@distributed(2, fresh=True)
+def test_after_a_caught_mismatch_ranks_share_memory_again_and_train_a_new_model() -> None:
+    """``fresh``: the test puts the memory of the default process group out of use."""
+    world = dist.group.WORLD
+    assert world is not None
+    net, _ = _stack()
+    _backward(net, 0)
+    layers = list(net.layers)
+    with pytest.raises((CollectiveMismatchError, SharedMemoryError)):
+        layers[dist.get_rank()](_batch(0, 0))
+        layers[2](_batch(0, 0))
+    for model in (net, _stack()[0]):
+        with pytest.raises(SharedMemoryError, match=r"reset_shared_memory\(\)"):
+            _backward(model, 0)
+
+    reset_shared_memory()
+    net, plain = _stack()
+    _backward(net, 0)
+    _assert_gradients_of(net, plain, 0)
+    assert shared_memory_statistics(world).buffers > 0

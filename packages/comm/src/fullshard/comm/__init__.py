@@ -48,6 +48,7 @@ from fullshard.comm.runtime.process_exit import let_threads_finish
 from fullshard.comm.runtime.streams import CommStreams
 from fullshard.comm.same_host.same_host import (
     SharedMemoryStatistics,
+    reset_shared_memory,
     same_host_transport,
     set_shared_memory,
     shared_memory_statistics,
@@ -117,6 +118,7 @@ __all__ = [
     "observe",
     "reduce_scatter_tensors",
     "reduction_scaling",
+    "reset_shared_memory",
     "same_host_transport",
     "set_debug_collectives",
     "set_shared_frames",

@@ -54,7 +54,8 @@ class _Composed(Collective):
         # The methods of a subclass see every buffer: the transport is never called directly.
         own = cast("type[DefaultAllGather] | type[DefaultReduceScatter]", type(self))
         calls = DefaultAllGather.__call__, DefaultReduceScatter.__call__
-        self._composes = own.__call__ in calls and own.allocate is _Composed.allocate
+        self._calls_transport = own.__call__ in calls
+        self._composes = self._calls_transport and own.allocate is _Composed.allocate
         plain = self._composes and self.reusable  # most capabilities need the default allocator
         self.offers = self._moves if plain else WithoutCapabilities(self.transport)
 
@@ -65,7 +66,7 @@ class _Composed(Collective):
     @property
     def mover(self) -> object:
         """The object that moves the bytes, for messages."""
-        return self.transport
+        return self.transport if self._calls_transport else self
 
     @property
     def allocates(self) -> str:

@@ -16,7 +16,12 @@ import torch.distributed as dist
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.devices import traits_of
-from fullshard.comm.same_host.shared_group import SharedBuffer, known_group, shared_group
+from fullshard.comm.same_host.shared_group import (
+    GROUPS,
+    SharedBuffer,
+    known_group,
+    shared_group,
+)
 from fullshard.comm.same_host.shared_memory import SharedMemoryTransport
 from fullshard.comm.same_host.shared_signals import NoRoomError, SharedMemoryError
 from fullshard.comm.transports.all_to_all import AllToAllTransport
@@ -32,6 +37,7 @@ from fullshard.comm.transports.transport import (
 __all__ = [
     "AutomaticTransport",
     "SharedMemoryStatistics",
+    "reset_shared_memory",
     "same_host_transport",
     "set_shared_memory",
     "shared_memory_statistics",
@@ -65,6 +71,20 @@ def set_shared_memory(enabled: bool) -> None:
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled is {enabled!r}, a {type(enabled).__name__}; pass True or False")
     _enabled = enabled
+    EPOCH[0] += 1
+
+
+def reset_shared_memory() -> None:
+    """Let process groups share memory anew, from the next collective of each on.
+
+    For a program that goes on after a ``CollectiveMismatchError``, a notebook for example: the
+    memory of the process group is out of use then, for later models too. Call it on all ranks
+    alike, once each rank has caught the error, and shard a new model: a model that was gathered in
+    the old memory keeps that memory. It communicates nothing; the next collective does. It cannot
+    bring back a rank that has ended (``PeerLostError``).
+    """
+    GROUPS.clear()
+    _choices.clear()
     EPOCH[0] += 1
 
 

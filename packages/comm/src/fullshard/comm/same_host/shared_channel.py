@@ -122,7 +122,8 @@ class Channel:
         """Raise if a failure has ended it."""
         if self.failure:
             raise SharedMemoryError(
-                f"the shared memory of this process group is out of use since: {self.failure}"
+                f"the shared memory of this process group is out of use since: {self.failure} Call "
+                "reset_shared_memory() on all ranks, and shard a new model."
             )
 
     def fail(self, error: BaseException, culprit: int, kind: int) -> NoReturn:

@@ -36,13 +36,14 @@ from fullshard.comm.same_host.shared_signals import (
     SharedMemoryError,
 )
 
-__all__ = ["SharedBuffer", "SharedGroup", "SharedWork", "known_group", "shared_group"]
+__all__ = ["GROUPS", "SharedBuffer", "SharedGroup", "SharedWork", "known_group", "shared_group"]
 
 _HELD = 2  # collectives as large as the largest, for which there is room
 
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedGroup | str] = (
+GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedGroup | str] = (
     weakref.WeakKeyDictionary()
 )
+"""What ``shared_group`` found for each process group: its shared memory, or why it has none."""
 
 
 def shared_group(process_group: dist.ProcessGroup) -> SharedGroup:
@@ -51,13 +52,13 @@ def shared_group(process_group: dist.ProcessGroup) -> SharedGroup:
     Raises:
         SharedMemoryError: on all ranks, if they are not processes of one host.
     """
-    group = _groups.get(process_group)
+    group = GROUPS.get(process_group)
     if group is None:
         try:
             group = SharedGroup(process_group)
         except SharedMemoryError as error:
             group = str(error)
-        _groups[process_group] = group
+        GROUPS[process_group] = group
     if isinstance(group, str):
         raise SharedMemoryError(group)
     return group
@@ -65,7 +66,7 @@ def shared_group(process_group: dist.ProcessGroup) -> SharedGroup:
 
 def known_group(process_group: dist.ProcessGroup) -> SharedGroup | None:
     """The shared memory of a process group, if there is some."""
-    return group if isinstance(group := _groups.get(process_group), SharedGroup) else None
+    return group if isinstance(group := GROUPS.get(process_group), SharedGroup) else None
 
 
 @dataclass(eq=False)
@@ -230,9 +231,8 @@ class SharedGroup:
     def is_ready(self, pending: _Pending) -> bool:
         """Whether ``finish`` would not wait."""
         with self._lock:
-            if pending.open is None or self.channel.failure:
-                return True
-            return all(peer.has_message(pending.number) for peer in self.channel.peers.values())
+            over, peers = pending.open is None or self.channel.failure, self.channel.peers.values()
+            return bool(over) or all(peer.has_message(pending.number) for peer in peers)
 
     @without_grad
     def finish(self, pending: _Pending, timeout: float | None = None) -> None:
