@@ -43,7 +43,25 @@ def test_several_classes_wrap_inside_each_other_innermost_first() -> None:
 
 @distributed(2)
 def test_the_root_is_sharded_even_where_nothing_is_selected() -> None:
-    assert _sharded_names(wrap(build(), ClassWrap(nn.Conv2d))) == [""]
+    assert _sharded_names(wrap(build(), SizeWrap())) == [""]
+
+
+@distributed(2)
+def test_classes_that_a_model_lacks_are_an_error_before_anything_is_sharded() -> None:
+    net = build()
+    with pytest.raises(ValueError, match=r"Conv2d.* selects no module of .* Block, .*Linear"):
+        wrap(net, ClassWrap(nn.Conv2d))
+    assert _sharded_names(net) == []
+    assert _sharded_names(wrap(net, ClassWrap({nn.Conv2d, nn.Linear}))) != []
+
+
+@distributed(2)
+def test_a_class_that_only_the_root_or_sharded_modules_have_is_no_error() -> None:
+    assert _sharded_names(wrap(nn.Linear(2, 2), ClassWrap(nn.Linear))) == [""]
+    net = build()
+    for block in net.blocks:
+        fully_shard(block)
+    assert _sharded_names(wrap(net, ClassWrap(Block))) == ["", "blocks.0", "blocks.1"]
 
 
 @distributed(2)

@@ -7,18 +7,22 @@ parameters are not sharded here: parameters left over go to the root's group.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
 from fullshard.sharding import FSDPModule, fully_shard, require
+from fullshard.sharding.spi import declares
 
 __all__ = ["ClassWrap", "SizeWrap", "WrapPolicy", "wrap"]
 
 
 class WrapPolicy(Protocol):
-    """Does a module become a group of its own?"""
+    """Does a module become a group of its own?
+
+    A policy whose ``must_select`` is true raises an error if it selects no module of a model.
+    """
 
     def selects(self, name: str, module: nn.Module, numel: int) -> bool:
         """Return whether to shard ``module``, with ``numel`` elements that are in no group yet."""
@@ -31,8 +35,10 @@ class ClassWrap:
 
     Attributes:
         classes: the classes; a subclass counts.
+        must_select: True: a model without any of the classes is an error.
     """
 
+    must_select: ClassVar[bool] = True
     classes: tuple[type[nn.Module], ...]
 
     def __init__(self, classes: type[nn.Module] | Collection[type[nn.Module]]) -> None:
@@ -94,36 +100,69 @@ def wrap(model: nn.Module, policy: WrapPolicy, **arguments: Any) -> nn.Module:
 
     Raises:
         TypeError: if ``policy`` lacks a method.
-        ValueError: what ``fully_shard`` raises.
+        ValueError: what ``fully_shard`` raises; or if ``model`` has no module of the classes of a
+            ``ClassWrap``.
     """
     chooser = require(WrapPolicy, policy, "policy")
-    seen: set[nn.Module] = {model}
-    counted = {id(param) for param in arguments.get("ignored_params") or ()}  # never in a group
+    ignored = {id(param) for param in arguments.get("ignored_params") or ()}  # never in a group
+    walk = _Walk(chooser, {model}, ignored)
     for child_name, child in model.named_children():
-        _wrap_below(child_name, child, chooser, arguments, (seen, counted))
+        walk.choose_below(child_name, child)
+    if not walk.chosen:
+        _require_selection(model, chooser)
+    for module in walk.chosen:
+        fully_shard(module, **arguments)
     return fully_shard(model, **arguments)
 
 
-def _wrap_below(
-    name: str,
-    module: nn.Module,
-    policy: WrapPolicy,
-    arguments: dict[str, Any],
-    visited: tuple[set[nn.Module], set[int]],
-) -> int:
-    """Wrap under ``module``, perhaps itself; return how many elements are in no group."""
-    seen, counted = visited
-    if module in seen or isinstance(module, FSDPModule):
+def _require_selection(model: nn.Module, policy: WrapPolicy) -> None:
+    """Check that ``policy``, which chose nothing to wrap, may do so.
+
+    Raises:
+        ValueError: if it must select something, and there is none in ``model``, itself included.
+    """
+    modules = dict(model.named_modules())
+    if not declares(policy, "must_select") or any(
+        policy.selects(name, module, 0) for name, module in modules.items()
+    ):
+        return
+    classes = sorted({type(module).__name__ for module in modules.values()})
+    raise ValueError(
+        f"{policy} selects no module of {type(model).__name__}, whose modules are of the classes "
+        f"{', '.join(classes)}; name a class that repeats, such as a transformer's block, or call "
+        "fully_shard(model) for a single group"
+    )
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """A walk over a model, bottom-up, that asks a policy about each module once.
+
+    Attributes:
+        policy: the policy.
+        seen: modules that were visited.
+        counted: ids of parameters that are in no group to come.
+        chosen: what the policy selected, innermost first.
+    """
+
+    policy: WrapPolicy
+    seen: set[nn.Module]
+    counted: set[int]
+    chosen: list[nn.Module] = field(default_factory=list)
+
+    def choose_below(self, name: str, module: nn.Module) -> int:
+        """Ask under ``module``, and about itself; return how many elements are in no group."""
+        if module in self.seen or isinstance(module, FSDPModule):
+            return 0
+        self.seen.add(module)
+        numel = 0
+        for param in module.parameters(recurse=False):
+            if id(param) not in self.counted:
+                self.counted.add(id(param))
+                numel += param.numel()
+        for child_name, child in module.named_children():
+            numel += self.choose_below(f"{name}.{child_name}", child)
+        if not self.policy.selects(name, module, numel):
+            return numel
+        self.chosen.append(module)
         return 0
-    seen.add(module)
-    numel = 0
-    for param in module.parameters(recurse=False):
-        if id(param) not in counted:
-            counted.add(id(param))
-            numel += param.numel()
-    for child_name, child in module.named_children():
-        numel += _wrap_below(f"{name}.{child_name}", child, policy, arguments, visited)
-    if not policy.selects(name, module, numel):
-        return numel
-    fully_shard(module, **arguments)
-    return 0

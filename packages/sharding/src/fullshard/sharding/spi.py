@@ -17,6 +17,7 @@ from fullshard.sharding.base.compat import (
     storage_of,
     untraced,
 )
+from fullshard.sharding.base.policies import declares
 from fullshard.sharding.base.tensors import PLAIN, is_plain, tensors_in
 from fullshard.sharding.groups.param_group import group_of
 from fullshard.sharding.hooks.lookup import groups_of, state_of, the_states
@@ -39,6 +40,7 @@ __all__ = [
     "PlainReduce",
     "ShardingSpec",
     "StaticSchedule",
+    "declares",
     "device_of_mesh",
     "device_type_of",
     "group_of",
