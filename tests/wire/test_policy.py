@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -31,6 +32,35 @@ def test_a_policy_without_arguments_changes_no_bit() -> None:
     (losses, params), (ours, other) = train(sharded()), train(sharded(wire_policy=WirePolicy()))
     assert losses == ours
     assert all(torch.equal(params[name], other[name]) for name in params)
+
+
+@distributed(2, 3)
+def test_a_pattern_that_matches_no_parameter_of_the_model_is_warned_of() -> None:
+    """Of the whole model: a pattern may match nothing in most of its groups."""
+    rules = {"blocks.0.*": torch.bfloat16, "block.1.*": torch.float16}
+    policy = WirePolicy(exact=("*.wieght", "*.bias", "*router*"), gather_rules=rules)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(sharded(wire_policy=policy))
+    (said,) = [str(each.message) for each in caught if "wire policy" in str(each.message)]
+    assert said.startswith("the wire policy names '*.wieght', 'block.1.*', which matches no")
+
+
+@pytest.mark.parametrize(
+    ("exact", "wrong"),
+    [
+        (("*nrom*",), ["*nrom*"]),
+        (("*nrom*", "*bias"), ["*nrom*"]),
+        (("*router*",), ["*router*"]),
+        (("*router*", "*norm*"), []),
+        (("*norm*", "*bias", "blocks.1.norm_2.weight"), []),
+        ((), []),
+    ],
+    ids=str,
+)
+def test_exact_may_list_what_this_model_has_not(exact: tuple[str, ...], wrong: list[str]) -> None:
+    names = ["blocks.0.norm_1.weight", "blocks.0.norm_1.bias", "head.weight"]
+    assert list(WirePolicy(exact=exact).unmatched(names)) == wrong
 
 
 @distributed(2, 3)

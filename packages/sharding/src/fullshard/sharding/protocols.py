@@ -143,6 +143,13 @@ class WireForms(Protocol):
     it has such a thing.
     """
 
+    def unmatched(self, names: Sequence[str]) -> Sequence[str]:
+        """Return what the policy names and is no parameter of ``names``, which a root has.
+
+        The engine warns of it when it finds the root: it is a spelling mistake most often.
+        """
+        return ()
+
     def gathered_as(
         self, name: str, spec: TensorSpec, ranks: int, device: torch.device
     ) -> TensorSpec:
@@ -245,6 +252,10 @@ class FullWidth:
     """Shards and gradients travel in the dtypes in which they are used and summed."""
 
     all_gather = staticmethod(default_all_gather)
+
+    def unmatched(self, names: Sequence[str]) -> Sequence[str]:
+        """Return nothing: no parameter is named."""
+        return ()
 
     def gathered_as(
         self, name: str, spec: TensorSpec, ranks: int, device: torch.device

@@ -6,8 +6,10 @@ Owns the rules, their check and the lookup. ``WirePolicy`` implements ``WireForm
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 import torch
@@ -58,6 +60,10 @@ class WirePolicy:
             order inside each, the sums in the order of hosts. The form in ``reductions`` applies
             between hosts; inside a host gradients are exact.
 
+    Warns:
+        UserWarning: when a model's first forward begins, if a pattern matches none of its
+            parameters and seems to be a spelling mistake; see ``unmatched``.
+
     Raises:
         TypeError: if a form, a pattern, the rules or ``hosts`` are of another type.
         ValueError: if a dtype is not supported, a pattern is empty, ``hosts`` is not a number of
@@ -91,6 +97,20 @@ class WirePolicy:
                     "sends then is its host's sum, of which it keeps no residual: leave one of "
                     "the two away"
                 )
+
+    def unmatched(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the patterns that match none of ``names``, spelling mistakes most likely.
+
+        ``exact`` may list what only some models have. A pattern of it counts if no other pattern of
+        it matches either, or if a word in it is almost, but not quite, one of the names'.
+        """
+        rules = (*_pairs(self.gather_rules), *_pairs(self.reduction_rules))
+        wrong = _matching_none(tuple(pattern for pattern, _ in rules), names)
+        exact = _matching_none(self.exact, names)
+        if len(exact) < len(self.exact):
+            known = _words(" ".join(names))
+            exact = [each for each in exact if any(_is_almost(w, known) for w in _words(each))]
+        return [*dict.fromkeys((*exact, *wrong))]
 
     def gathered_as(
         self, name: str, spec: TensorSpec, ranks: int, device: torch.device
@@ -190,6 +210,18 @@ def _narrowed(
             "name the parameter in exact"
         )
     return code
+
+
+def _matching_none(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    return [each for each in patterns if not any(fnmatchcase(name, each) for name in names)]
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall("[A-Za-z]+", text))
+
+
+def _is_almost(word: str, known: set[str]) -> bool:
+    return word not in known and bool(get_close_matches(word, known, n=1, cutoff=0.7))
 
 
 def _pairs(rules: Rules) -> Iterable[tuple[str, Form]]:

@@ -6,6 +6,8 @@ not guess: errors are reported on every rank, before any parameter is gathered.
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 
 from fullshard.sharding.groups.param_group import FSDPParamGroup
@@ -35,7 +37,7 @@ def initialise_root(root: ModuleState) -> None:
                 f"{state.name or 'a module'} under the new root is in the middle of a step; finish "
                 "its backward, or call reset_iter_state() on it, before its parent runs forward"
             )
-    _name(root, states)
+    names = _name(root, states)
     groups = list(dict.fromkeys(group for state in states for group in state.groups))
     check_agreement(states, root, _find_error(groups))
     context = RootContext(root.device)
@@ -44,9 +46,11 @@ def initialise_root(root: ModuleState) -> None:
         state.context = context
         state.be_root(state is root)
         state.initialised = True
+    _warn_of_unmatched(root, groups, names)
 
 
-def _name(root: ModuleState, states: list[ModuleState]) -> None:
+def _name(root: ModuleState, states: list[ModuleState]) -> list[str]:
+    """Name what is sharded, and return the names of all parameters under ``root``."""
     prefixes = [""] if len(root.modules) == 1 else [f"[{i}]" for i in range(len(root.modules))]
     names: dict[nn.Module, str] = {}
     for prefix, top in zip(prefixes, root.modules, strict=True):
@@ -60,6 +64,24 @@ def _name(root: ModuleState, states: list[ModuleState]) -> None:
                 place = param.places[0]
                 module_name = names.get(place.module, "?")
                 param.name = f"{module_name}.{place.name}" if module_name else place.name
+    return [
+        f"{name}.{key}" if name else key
+        for module, name in names.items()
+        for key in module._parameters
+    ]
+
+
+def _warn_of_unmatched(root: ModuleState, groups: list[FSDPParamGroup], names: list[str]) -> None:
+    """Warn, on every rank, of what a wire policy names and no parameter under ``root`` is."""
+    sent = (group for group in groups if group.mesh_info.shard_world_size > 1)
+    unmatched = dict.fromkeys(each for g in sent for each in g.policies.wire.unmatched(names))
+    if unmatched:
+        warnings.warn(
+            f"the wire policy names {', '.join(map(repr, unmatched))}, which matches no parameter "
+            f"of {type(root.modules[0]).__name__}; names are as in named_parameters(), such as "
+            f"{names[0]!r}; correct the pattern or leave it away",
+            stacklevel=2,
+        )
 
 
 def _group_names(state: ModuleState) -> list[str]:
