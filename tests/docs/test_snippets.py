@@ -31,6 +31,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from markdown_it import MarkdownIt
 
 from support.members import MEMBERS, ROOT
 from support.ranks import run_on_ranks
@@ -58,8 +59,9 @@ def _title(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-_FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<info>[^`\n]*)$")
-_COMMENT = re.compile(r"^<!-- snippets: (?P<settings>.*) -->$")
+# Fences may be indented by any number of blanks, as in the admonitions and lists of mkdocs.
+_MARKDOWN = MarkdownIt().disable("code")
+_COMMENT = re.compile(r"<!-- snippets: (?P<settings>.*) -->")
 _OTHER_LANGUAGES = {"console", "ini", "mermaid", "sh", "text", "toml"}
 _OUTPUT = 'text title="Output"'
 _VARYING = 'text title="Output (numbers vary)"'
@@ -96,25 +98,13 @@ class Program:
 
 def _read(page: Path) -> Iterator[Block | dict[str, str]]:
     """The fenced blocks and the comments of a page, in order."""
-    opened: re.Match[str] | None = None
-    start = 0
-    lines: list[str] = []
-    for number, line in enumerate(page.read_text().splitlines(), start=1):
-        fence = _FENCE.match(line)
-        if opened is None:
-            comment = _COMMENT.match(line)
-            if comment:
-                yield dict(setting.split("=") for setting in comment["settings"].split())
-            elif fence:
-                opened, start, lines = fence, number + 1, []
-        elif fence and not fence["info"].strip() and fence["ticks"] == opened["ticks"]:
-            indent = len(opened["indent"])
-            text = "".join(f"{each[indent:]}\n" for each in lines)
-            yield Block(info=opened["info"].strip(), text=text, line=start)
-            opened = None
-        else:
-            lines.append(line)
-    assert opened is None, f"{page}: the fence above line {start} is never closed"
+    for token in _MARKDOWN.parse(page.read_text()):
+        comment = _COMMENT.fullmatch(token.content.strip()) if token.type == "html_block" else None
+        if comment:
+            yield dict(setting.split("=") for setting in comment["settings"].split())
+        elif token.type == "fence":
+            assert token.map is not None, "a block has lines"
+            yield Block(info=token.info.strip(), text=token.content, line=token.map[0] + 2)
 
 
 def _programs(page: Path) -> list[Program]:
