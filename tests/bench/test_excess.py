@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import bootstrap
 
 from fullshard_bench.records.statistics import (
     Estimate,
@@ -16,6 +18,8 @@ from fullshard_bench.records.statistics import (
     difference,
     excess_growth,
     excess_ratio,
+    median,
+    ratio,
 )
 from support.products import few
 
@@ -44,6 +48,43 @@ def test_it_is_the_quotient_of_differences_of_medians() -> None:
     assert found.high in quotients
     assert found.low == quotients[0]  # seven of 27: the median round is the first
     assert found.high == quotients[-1]
+
+
+def _over(x: Any, y: Any, axis: int) -> Any:
+    return np.median(x, axis=axis) / np.median(y, axis=axis)
+
+
+def _less(x: Any, y: Any, axis: int) -> Any:
+    return np.median(x, axis=axis) - np.median(y, axis=axis)
+
+
+def _quotient(x: Any, y: Any, z: Any, axis: int) -> Any:
+    return _less(y, x, axis) / _less(z, x, axis)
+
+
+@pytest.mark.parametrize(
+    ("ours", "statistic", "needs"),
+    [
+        (median, np.median, 1),
+        (ratio, _over, 2),
+        (difference, _less, 2),
+        (lambda x, y, z: excess_ratio(_excess(y, x), _excess(z, x)), _quotient, 3),
+    ],
+    ids=["median", "ratio", "difference", "excess_ratio"],
+)
+def test_intervals_are_those_of_the_percentile_bootstrap_of_scipy(
+    ours: Any, statistic: Any, needs: int
+) -> None:
+    generator = np.random.default_rng(5)
+    together = generator.normal(0.0, 3.0, (40, 1))  # noise that all contestants of a round share
+    rounds = (generator.normal((20.0, 25.0, 40.0), 1.0, (40, 3)) + together).T[:needs]
+    level: dict[str, Any] = {"confidence_level": 0.9, "method": "percentile", "rng": 1}
+    theirs = bootstrap(rounds, statistic, paired=True, **level).confidence_interval
+    found = ours(*rounds)
+    # scipy draws 9999 other resamples; ours are 1000.
+    tolerance = 0.1 * (theirs.high - theirs.low)
+    assert found.low == pytest.approx(theirs.low, abs=tolerance)
+    assert found.high == pytest.approx(theirs.high, abs=tolerance)
 
 
 @given(st.lists(whole, min_size=1, max_size=40), whole, whole)
