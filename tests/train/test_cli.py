@@ -102,7 +102,10 @@ def test_a_launched_run_ends_with_what_rank_0_says_of_an_error(tmp_path: Path) -
     job = _launched(1, ["--steps", "0", "--out", str(tmp_path)])
     _, errors = job.communicate(timeout=60)
     assert job.returncode == 2
-    assert "fullshard_train: error: config train.steps = 0: must be at least 1\n" in errors
+    assert (
+        "fullshard_train: error: config train.steps = 0: must be greater than or equal to 1\n"
+        in errors
+    )
     assert "Traceback" not in errors
 
 
@@ -128,7 +131,7 @@ def test_an_error_is_told_by_rank_0_alone_and_fails_every_rank(tmp_path: Path) -
     finally:
         job.kill()
     assert job.codes() == [2, 2]
-    line = "fullshard_train: error: config train.steps = 0: must be at least 1\n"
+    line = "fullshard_train: error: config train.steps = 0: must be greater than or equal to 1\n"
     assert output.read_text() == line
     assert not run.exists()
 
@@ -164,15 +167,15 @@ def test_a_signal_to_one_rank_saves_and_ends_every_rank_with_its_code(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--steps", "many"], "'many' is not of type int"),
+        (["--steps", "many"], "train.steps = 'many': must be a valid integer"),
         (["--nonsense"], "unrecognized arguments: --nonsense; see --help"),
         (["--config", "gone.toml"], "config file gone.toml: No such file"),
         (["--data", "gone.txt"], "data gone.txt: no such file"),
         (["--mesh", "3"], "parallel.mesh = 3: the mesh covers all ranks, and there are 1"),
-        (["--device", "tpu"], "one of auto, cpu, cuda"),
+        (["--device", "tpu"], "must be 'auto', 'cpu' or 'cuda'"),
         (["--resume", "gone"], "resume gone: no checkpoint there"),
         (["--resume", "auto"], "resume auto: give --out, the run folder"),
-        (["--set", "run.metrics=paper"], "one of jsonl, tensorboard"),
+        (["--set", "run.metrics=paper"], "must be 'jsonl' or 'tensorboard'"),
         (["--resume", "latest"], "resume latest: no run with a checkpoint under runs/"),
         (["--set", "model.context=5000"], "too few for a window of 5000"),
     ],

@@ -218,5 +218,5 @@ def test_the_part_of_documents_keeps_what_is_learned() -> None:
 
 
 def test_what_is_learned_is_completions_or_all() -> None:
-    with pytest.raises(TrainError, match=r"hf\.learn = 'some': must be one of completions, all"):
+    with pytest.raises(TrainError, match=r"hf\.learn = 'some': must be 'completions' or 'all'"):
         _section(learn="some")

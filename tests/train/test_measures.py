@@ -10,7 +10,6 @@ import torch
 
 from fullshard_train.errors import TrainError
 from fullshard_train.settings.config import load_config
-from fullshard_train.settings.sections import ParallelConfig
 from fullshard_train.text.model import GPT
 from fullshard_train.training.measures import CountsFlops, Memory, Utilisation, utilisation_of
 from support.ranks import distributed
@@ -88,4 +87,4 @@ def test_the_peak_of_each_rank_is_known_on_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
 def test_a_peak_that_is_none_is_an_error(value: float) -> None:
     with pytest.raises(TrainError, match=r"parallel\.peak_flops"):
-        ParallelConfig(**{**load_config([], []).to_table()["parallel"], "peak_flops": value})
+        load_config([], [f"parallel.peak_flops={value}"])

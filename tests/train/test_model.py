@@ -103,7 +103,7 @@ def test_weight_decay_is_for_matrices_only_and_every_parameter_is_in_one_group()
 @pytest.mark.parametrize("name", ["muon", "soap"])
 def test_matrices_are_stepped_whole_fused_ones_split_and_tables_left_to_adamw(name: str) -> None:
     model = _model()
-    optim = replace(load_config([], []).optim, optimizer=name, weight_decay=0.5)
+    optim = load_config([], [f"optim.optimizer={name}", "optim.weight_decay=0.5"]).optim
     groups = build_optimizer(model.parameters(), optim).param_groups
     of = {id(p): group for group in groups for p in group["params"]}
     assert len(of) == len(list(model.parameters()))

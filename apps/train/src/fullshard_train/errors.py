@@ -5,7 +5,10 @@ Everything else that escapes is a bug of ours and keeps its traceback.
 
 from __future__ import annotations
 
-__all__ = ["TrainError"]
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["TrainError", "did_you_mean", "no_such"]
 
 
 class TrainError(Exception):
@@ -18,3 +21,16 @@ class TrainError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
+
+
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+    """Return "did you mean steps?" for a name that is close to an allowed one, else ""."""
+    close = difflib.get_close_matches(name, list(allowed), n=1)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def no_such(kind: str, name: str, allowed: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the likely one, and all that are allowed."""
+    names = list(allowed)
+    likely = did_you_mean(name, names)
+    return f"no such {kind}; {likely}{' ' if likely else ''}allowed: {', '.join(names)}"

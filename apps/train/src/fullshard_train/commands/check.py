@@ -18,7 +18,7 @@ from fullshard_train.settings.config import (
     Config,
     default_table,
     override_table,
-    read_settings,
+    read_table,
     to_toml,
 )
 from fullshard_train.tasks import load_task
@@ -33,7 +33,7 @@ def origins(options: argparse.Namespace, plan: Plan) -> dict[str, str]:
     ]
     if plan.position is not None:
         layers.append((f"checkpoint {plan.checkpoint}", plan.position.config))
-    layers += [(str(path), read_settings([path])) for path in options.config]
+    layers += [(str(path), read_table(path)) for path in options.config]
     layers.append(("command line", override_table(options.set)))
     found = {
         f"{section}.{name}": where

@@ -24,7 +24,7 @@ from fullshard_train.settings.config import (
     load_config,
     merge,
     override_table,
-    read_settings,
+    read_table,
 )
 
 __all__ = ["SHORT", "Plan", "claim", "make_plan", "require_room"]
@@ -189,9 +189,9 @@ def _plan_resume(options: argparse.Namespace, overrides: list[str]) -> Plan:
 
 def _asked_folder(options: argparse.Namespace, overrides: list[str]) -> Path | None:
     """The run folder that the command line names, itself or through its config file."""
-    settings = merge(read_settings(options.config), override_table(overrides))
+    settings = merge(*map(read_table, options.config), override_table(overrides))
     directory = settings.get("run", {}).get("directory", "")
-    return Path(directory) if directory else None
+    return Path(str(directory)) if directory else None
 
 
 def _folder_to_resume(asked: Path | None, checkpoint: Path) -> Path:

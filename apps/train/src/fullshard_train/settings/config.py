@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, TypeAlias, get_origin, get_type_hints
 
-from fullshard_train.errors import TrainError
+from pydantic import ValidationError
+
+from fullshard_train.errors import TrainError, no_such
 from fullshard_train.settings.sections import (
     CheckpointConfig,
     DataConfig,
@@ -38,12 +41,13 @@ __all__ = [
     "load_config",
     "merge",
     "override_table",
-    "read_settings",
     "read_table",
     "to_toml",
 ]
 
-Table = Mapping[str, Any]
+Table: TypeAlias = Mapping[str, Any]
+Layer: TypeAlias = tuple[str, Table]
+"""Where a table comes from, as an error about it begins, and the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,48 +73,52 @@ class Config:
             TrainError: a section or key is unknown or missing, or a value has the wrong type or
                 range.
         """
-        sections = _section_types()
-        _check_names("section", table, sections, "config ")
-        return cls(**{name: _section(kind, name, table[name]) for name, kind in sections.items()})
+        return cls._from_layers([("config ", table)])
+
+    @classmethod
+    def _from_layers(cls, layers: Sequence[Layer]) -> Config:
+        """The config of the layers' tables; an error begins as the last layer that caused it."""
+        tables = [table for _, table in layers]
+        merged, kinds = merge(*tables), get_type_hints(cls)
+        for name in (each for each in merged if each not in kinds):
+            where = _source(layers, name)
+            raise TrainError(f"{where}{name}: {no_such('section', name, kinds)}")
+        return cls(**{name: _section(kind, name, layers, merged) for name, kind in kinds.items()})
 
     def to_table(self) -> dict[str, dict[str, Any]]:
         """The nested table that `from_table` builds this config from."""
         return dataclasses.asdict(self)
 
 
-def _section_types() -> dict[str, type[Any]]:
-    return get_type_hints(Config)
+def _section(kind: type[Any], name: str, layers: Sequence[Layer], merged: Table) -> Any:
+    if name not in merged:
+        raise TrainError(f"config {name}: missing section")
+    try:
+        return kind(**merged[name])
+    except ValidationError as error:
+        first = error.errors()[0]
+    value, allowed = first["input"], first["msg"]
+    if first["type"] == "setting":  # of ours: see `fullshard_train.settings.sections`
+        key, value = first["ctx"]["field"], first["ctx"]["value"]
+    else:
+        key = str(first["loc"][0])
+    where = f"{_source(layers, name, key)}{name}.{key}"
+    if first["type"] == "missing":
+        raise TrainError(f"{where}: missing setting")
+    if first["type"] == "unexpected_keyword_argument":
+        raise TrainError(f"{where}: {no_such('setting', key, get_type_hints(kind))}")
+    allowed = re.sub("^(Input|String) should", "must", allowed)
+    raise TrainError(f"{where} = {value!r}: {allowed}")
 
 
-def _check_names(kind: str, given: Table, allowed: Iterable[str], where: str) -> None:
-    allowed = list(allowed)
-    for name in given:
-        _check_known(kind, name, allowed, where)
-    for name in allowed:
-        if name not in given:
-            raise TrainError(f"{where}{name}: missing {kind}")
-
-
-def _check_known(kind: str, name: str, allowed: Iterable[str], where: str) -> None:
-    if name not in allowed:
-        raise TrainError(f"{where}{name}: no such {kind}; allowed: {', '.join(allowed)}")
-
-
-def _section(kind: type[Any], name: str, table: object) -> Any:
-    if not isinstance(table, Mapping):
-        raise TrainError(f"config {name} = {table!r}: must be a section, [{name}]")
-    hints = get_type_hints(kind)
-    _check_names("setting", table, hints, f"config {name}.")
-    values = {key: _typed(hints[key], f"config {name}.{key}", table[key]) for key in hints}
-    return kind(**values)
-
-
-def _typed(kind: type[Any], name: str, value: object) -> object:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not kind:
-        raise TrainError(f"{name} = {value!r}: must be of type {kind.__name__}")
-    return value
+def _source(layers: Sequence[Layer], section: str, key: str | None = None) -> str:
+    """The beginning of an error: of the last layer that has the section, or the section's key."""
+    found = (
+        where
+        for where, table in reversed(layers)
+        if section in table and (key is None or key in table[section])
+    )
+    return next(found, "config ")
 
 
 def default_table() -> dict[str, Any]:
@@ -126,17 +134,19 @@ def read_table(path: Path) -> dict[str, Any]:
         `digits.toml`.
 
     Raises:
-        TrainError: the file is not there, not readable or not TOML.
+        TrainError: the file is not there, not readable, not TOML or not of sections.
     """
     packaged = resources.files("fullshard_train").joinpath(path.name)
     bare = path.name == str(path) and path.suffix == ".toml"
     source = packaged if bare and not path.exists() and packaged.is_file() else path
     try:
-        return tomllib.loads(source.read_text(encoding="utf-8"))
+        table = tomllib.loads(source.read_text(encoding="utf-8"))
     except OSError as error:
         raise TrainError(f"config file {path}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TrainError(f"config file {path}: not TOML: {error}") from error
+    _require_sections(table, f"config file {path}: ")
+    return table
 
 
 def override_table(overrides: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -145,7 +155,7 @@ def override_table(overrides: Iterable[str]) -> dict[str, dict[str, Any]]:
     A value is read as TOML; for a setting that is text, quotes may be left out.
 
     Raises:
-        TrainError: an override names no setting, or its value cannot be read as the setting's type.
+        TrainError: an override is not of that form.
     """
     table: dict[str, dict[str, Any]] = {}
     for override in overrides:
@@ -153,63 +163,38 @@ def override_table(overrides: Iterable[str]) -> dict[str, dict[str, Any]]:
         section, dot, key = name.strip().partition(".")
         if not (equals and dot and section and key):
             raise TrainError(f"override {override!r}: must look like section.name=value")
-        sections = _section_types()
-        if section not in sections:
-            raise TrainError(
-                f"override {override!r}: no such section; allowed: {', '.join(sections)}"
-            )
-        hints = get_type_hints(sections[section])
-        if key not in hints:
-            raise TrainError(f"override {override!r}: no such setting; allowed: {', '.join(hints)}")
-        table.setdefault(section, {})[key] = _parse_value(hints[key], override, text.strip())
+        table.setdefault(section, {})[key] = _parse_value(section, key, text.strip())
     return table
 
 
-def _parse_value(kind: type[Any], override: str, text: str) -> object:
+def _parse_value(section: str, key: str, text: str) -> object:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text
-    if kind is str:
-        return value if isinstance(value, str) else text
-    if type(value) is str:
-        raise TrainError(f"override {override!r}: {text!r} is not of type {kind.__name__}")
-    return value
+        return text
+    kind = get_type_hints(get_type_hints(Config).get(section, Config)).get(key)
+    is_text = kind is str or get_origin(kind) is Literal
+    return text if is_text and not isinstance(value, str) else value
 
 
 def merge(*tables: Table) -> dict[str, dict[str, Any]]:
-    """One nested table: for every setting, the value of the last table that sets it."""
+    """One nested table: for every setting, the value of the last table that sets it.
+
+    Raises:
+        TrainError: a section of a table is not a table.
+    """
     merged: dict[str, dict[str, Any]] = {}
     for table in tables:
+        _require_sections(table, "config ")
         for name, section in table.items():
-            if not isinstance(section, Mapping):
-                raise TrainError(f"config {name} = {section!r}: must be a section, [{name}]")
             merged[name] = {**merged.get(name, {}), **section}
     return merged
 
 
-def read_settings(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """The settings of several TOML files; a later file wins.
-
-    Raises:
-        TrainError: as `read_table`, or a file has a section or setting that there is not, or a
-            value of the wrong type. The file is named.
-    """
-    return merge(*(_checked(read_table(path), f"config file {path}: ") for path in paths))
-
-
-def _checked(table: Table, where: str) -> Table:
-    """`table`, once its names and types are known to be right; `where` begins the errors."""
-    sections = _section_types()
+def _require_sections(table: Table, where: str) -> None:
     for name, section in table.items():
-        _check_known("section", name, sections, where)
         if not isinstance(section, Mapping):
             raise TrainError(f"{where}{name} = {section!r}: must be a section, [{name}]")
-        hints = get_type_hints(sections[name])
-        for key, value in section.items():
-            _check_known("setting", key, hints, f"{where}{name}.")
-            _typed(hints[key], f"{where}{name}.{key}", value)
-    return table
 
 
 def load_config(
@@ -218,10 +203,13 @@ def load_config(
     """The config of `base` (default.toml unless given), then the files, then `overrides`.
 
     Raises:
-        TrainError: as `read_settings`, `override_table` and `Config.from_table`.
+        TrainError: as `read_table`, `override_table` and `Config.from_table`. An error in a file
+            names the file.
     """
-    start = default_table() if base is None else base
-    return Config.from_table(merge(start, read_settings(paths), override_table(overrides)))
+    layers: list[Layer] = [("config ", default_table() if base is None else base)]
+    layers += [(f"config file {path}: ", read_table(path)) for path in paths]
+    layers.append(("config ", override_table(overrides)))
+    return Config._from_layers(layers)
 
 
 def differences(ours: Config, theirs: Config) -> list[str]:

@@ -1,17 +1,17 @@
-"""The sections of a config: frozen dataclasses, each checked where it is built.
+"""The sections of a config: frozen dataclasses that pydantic checks where they are built.
 
-Owns what each setting means and which values it may have. Refuses defaults: default.toml is the one
-place that names them.
+Owns what each setting means and which values it may have. Has no defaults: default.toml is the one
+place that names them. `fullshard_train.settings.config` turns pydantic's errors into ours.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from fullshard_train.errors import TrainError
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 __all__ = [
     "CheckpointConfig",
@@ -26,195 +26,139 @@ __all__ = [
     "TrainConfig",
 ]
 
+# Strict: a TOML string is no number. An int may stand for a float. A config is read by many
+# modules, and only `dataclasses.replace`, which checks again, makes another one.
+STRICT = ConfigDict(strict=True, extra="forbid")
 
-def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+FiniteOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+HFDtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def _require(condition: bool, field: str, value: object, allowed: str) -> None:
+    """Raise an error that names `field`, where a rule of pydantic's does not say what is wrong."""
     if not condition:
-        raise TrainError(f"config {name} = {value!r}: must be {allowed}")
+        told = {"field": field, "value": value, "allowed": allowed}
+        raise PydanticCustomError("setting", "must be {allowed}", told)
 
 
-def _require_at_least(section: object, name: str, fields: Mapping[str, int]) -> None:
-    for field, least in fields.items():
-        value = getattr(section, field)
-        _require(value >= least, f"{name}.{field}", value, f"at least {least}")
-
-
-def _require_one_of(section: object, name: str, field: str, allowed: Sequence[str]) -> None:
-    value = getattr(section, field)
-    _require(value in allowed, f"{name}.{field}", value, f"one of {', '.join(allowed)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class RunConfig:
     """The task, and the output files of a run (see default.toml)."""
 
-    task: str
+    task: Literal["text", "digits", "hf"]
     directory: str
-    metrics: str
+    metrics: Literal["jsonl", "tensorboard"]
     logger: str
-    logger_patience: float
+    logger_patience: FinitePositive
     export: str
 
     def __post_init__(self) -> None:
-        _require_one_of(self, "run", "task", ("text", "digits", "hf"))
-        _require_one_of(self, "run", "metrics", ("jsonl", "tensorboard"))
         module, colon, function = self.logger.partition(":")
-        _require(
-            not self.logger or bool(module and colon and function.isidentifier()),
-            "run.logger",
-            self.logger,
-            '"" or "module:function"',
-        )
-        _require(
-            0 < self.logger_patience < math.inf,
-            "run.logger_patience",
-            self.logger_patience,
-            "a finite number of seconds above 0",
-        )
+        named = bool(module and colon and function.isidentifier())
+        _require(not self.logger or named, "logger", self.logger, '"" or "module:function"')
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class DataConfig:
     """What is learned: the corpus and how it is cut (see `fullshard_train.text.corpus`)."""
 
-    source: str
-    block_bytes: int
-    held_out_every: int
-
-    def __post_init__(self) -> None:
-        _require(bool(self.source), "data.source", self.source, "stdlib, a file, a glob or -")
-        _require_at_least(self, "data", {"block_bytes": 1, "held_out_every": 2})
+    source: Text
+    block_bytes: Count
+    held_out_every: Annotated[int, Field(ge=2)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class ModelConfig:
     """The shape of the model (see `fullshard_train.text.model`)."""
 
-    layers: int
-    width: int
-    heads: int
-    context: int
-    expansion: int
+    layers: Count
+    width: Count
+    heads: Count
+    context: Count
+    expansion: Count
     tied: bool
 
     def __post_init__(self) -> None:
-        fields = ("layers", "width", "heads", "context", "expansion")
-        _require_at_least(self, "model", dict.fromkeys(fields, 1))
-        _require(
-            self.width % (2 * self.heads) == 0,
-            "model.width",
-            self.width,
-            f"a multiple of 2 * heads = {2 * self.heads} (rotary positions turn pairs)",
-        )
+        allowed = f"a multiple of 2 * heads = {2 * self.heads} (rotary positions turn pairs)"
+        _require(self.width % (2 * self.heads) == 0, "width", self.width, allowed)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class DigitsConfig:
     """The image classifier and what it is judged on (see `fullshard_train.digits.task`)."""
 
-    channels: int
-    layers: int
-    width: int
-    heads: int
-    held_out_every: int
+    channels: Count
+    layers: Count
+    width: Count
+    heads: Count
+    held_out_every: Annotated[int, Field(ge=2)]
 
     def __post_init__(self) -> None:
-        fields = ("channels", "layers", "width", "heads")
-        _require_at_least(self, "digits", {**dict.fromkeys(fields, 1), "held_out_every": 2})
-        _require(
-            self.width % self.heads == 0,
-            "digits.width",
-            self.width,
-            f"a multiple of heads = {self.heads}",
-        )
+        allowed = f"a multiple of heads = {self.heads}"
+        _require(self.width % self.heads == 0, "width", self.width, allowed)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class HFConfig:
     """The model of transformers, how it is trained, and how texts become rows (see `hf`)."""
 
     model: str
-    weights: str
-    tokenizer: str
+    weights: Literal["folder", "random"]
+    tokenizer: Literal["auto", "bytes"]
     text_key: str
-    learn: str
-    block: int
-    packing: str
-    long_documents: str
+    learn: Literal["completions", "all"]
+    block: Annotated[int, Field(ge=2)]
+    packing: Literal["documents", "crossing", "none"]
+    long_documents: Literal["error", "split", "truncate"]
     attention: str
-    method: str
-    lora_rank: int
-    lora_alpha: float
-    lora_dropout: float
+    method: Literal["full", "lora"]
+    lora_rank: Count
+    lora_alpha: Positive
+    lora_dropout: BelowOne
     lora_targets: str
     lora_dora: bool
     lora_modules_to_save: str
-    base_dtype: str
-    shard_over: str
-    save_dtype: str
+    base_dtype: HFDtype
+    shard_over: Literal["world", "host"]
+    save_dtype: HFDtype
     max_shard_size: str
 
     def __post_init__(self) -> None:
-        dtypes = ("auto", "float32", "bfloat16", "float16")
-        for field, allowed in {
-            "weights": ("folder", "random"),
-            "tokenizer": ("auto", "bytes"),
-            "learn": ("completions", "all"),
-            "packing": ("documents", "crossing", "none"),
-            "long_documents": ("error", "split", "truncate"),
-            "method": ("full", "lora"),
-            "base_dtype": dtypes,
-            "shard_over": ("world", "host"),
-            "save_dtype": dtypes,
-        }.items():
-            _require_one_of(self, "hf", field, allowed)
-        _require_at_least(self, "hf", {"block": 2, "lora_rank": 1})
-        _require(self.lora_alpha > 0, "hf.lora_alpha", self.lora_alpha, "above 0")
-        _require(0 <= self.lora_dropout < 1, "hf.lora_dropout", self.lora_dropout, "in [0, 1)")
-        _require(
-            all(name.strip() for name in self.lora_targets.split(",")),
-            "hf.lora_targets",
-            self.lora_targets,
-            "all-linear, or names of modules with commas between",
-        )
-        _require(
-            re.fullmatch(r"\d+(\.\d+)? ?([KMGT]i?)?B", self.max_shard_size) is not None,
-            "hf.max_shard_size",
-            self.max_shard_size,
-            "a size, such as 5GB",
-        )
+        allowed = "all-linear, or names of modules with commas between"
+        named = all(name.strip() for name in self.lora_targets.split(","))
+        _require(named, "lora_targets", self.lora_targets, allowed)
+        size = re.fullmatch(r"\d+(\.\d+)? ?([KMGT]i?)?B", self.max_shard_size)
+        _require(size is not None, "max_shard_size", self.max_shard_size, "a size, such as 5GB")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class TrainConfig:
     """The loop: how many updates, of what batch, and how often to look."""
 
-    steps: int
-    batch: int
-    accumulate: int
-    seed: int
+    steps: Count
+    batch: Count
+    accumulate: Count
+    seed: CountOrZero
     activation_checkpointing: bool
     deterministic: bool
-    log_every: int
-    evaluate_every: int
-    held_out_rows: int
+    log_every: Count
+    evaluate_every: Count
+    held_out_rows: Count
     profile_steps: str
 
     def __post_init__(self) -> None:
-        fields = ("steps", "batch", "accumulate", "log_every", "evaluate_every", "held_out_rows")
-        _require_at_least(self, "train", {**dict.fromkeys(fields, 1), "seed": 0})
-        _require(
-            self.batch % self.accumulate == 0,
-            "train.batch",
-            self.batch,
-            f"a multiple of train.accumulate = {self.accumulate}",
-        )
-        first, last = self.profiled.start, self.profiled.stop - 1
-        _require(
-            not self.profile_steps or 1 <= first <= last <= self.steps,
-            "train.profile_steps",
-            self.profile_steps,
-            f'"" or "first:last", from 1 to train.steps = {self.steps}',
-        )
+        allowed = f"a multiple of train.accumulate = {self.accumulate}"
+        _require(self.batch % self.accumulate == 0, "batch", self.batch, allowed)
+        allowed = f'"" or "first:last", from 1 to train.steps = {self.steps}'
+        within = 1 <= self.profiled.start < self.profiled.stop <= self.steps + 1
+        _require(not self.profile_steps or within, "profile_steps", self.profile_steps, allowed)
 
     @property
     def profiled(self) -> range:
@@ -223,93 +167,54 @@ class TrainConfig:
         return range(0) if found is None else range(int(found[1]), int(found[2]) + 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class OptimConfig:
     """The optimiser, its learning-rate schedule and gradient clipping."""
 
-    optimizer: str
-    learning_rate: float
-    final_fraction: float
-    warmup_steps: int
-    weight_decay: float
-    beta1: float
-    beta2: float
-    epsilon: float
-    clip_norm: float
-
-    def __post_init__(self) -> None:
-        _require_one_of(self, "optim", "optimizer", ("adamw", "muon", "soap", "adamw8bit"))
-        for field in ("learning_rate", "epsilon"):
-            value = getattr(self, field)
-            _require(0 < value < math.inf, f"optim.{field}", value, "a finite number above 0")
-        _require(
-            self.clip_norm > 0, "optim.clip_norm", self.clip_norm, "above 0 (inf clips nothing)"
-        )
-        _require(
-            0 <= self.weight_decay < math.inf, "optim.weight_decay", self.weight_decay, "at least 0"
-        )
-        _require(
-            0 <= self.final_fraction <= 1, "optim.final_fraction", self.final_fraction, "in [0, 1]"
-        )
-        for field in ("beta1", "beta2"):
-            value = getattr(self, field)
-            _require(0 <= value < 1, f"optim.{field}", value, "in [0, 1)")
-        _require_at_least(self, "optim", {"warmup_steps": 0})
+    optimizer: Literal["adamw", "muon", "soap", "adamw8bit"]
+    learning_rate: FinitePositive
+    final_fraction: Fraction
+    warmup_steps: CountOrZero
+    weight_decay: FiniteOrZero
+    beta1: BelowOne
+    beta2: BelowOne
+    epsilon: FinitePositive
+    clip_norm: Positive  # inf clips nothing
 
 
-WIRE_DTYPES = (
-    "as computed",
-    "bfloat16",
-    "int8",
-    "int8 both ways",
-    "int8 both ways with error feedback",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class ParallelConfig:
     """How the model is laid over the ranks, and the dtypes that travel."""
 
-    device: str
-    mesh: int
-    param_dtype: str
-    reduce_dtype: str
-    wire_dtype: str
+    device: Literal["auto", "cpu", "cuda"]
+    mesh: CountOrZero
+    param_dtype: Literal["auto", "float32", "bfloat16"]
+    reduce_dtype: Literal["float32", "bfloat16"]
+    wire_dtype: Literal[
+        "as computed",
+        "bfloat16",
+        "int8",
+        "int8 both ways",
+        "int8 both ways with error feedback",
+    ]
     reshard_after_forward: bool
-    peak_flops: float
-
-    def __post_init__(self) -> None:
-        _require_one_of(self, "parallel", "device", ("auto", "cpu", "cuda"))
-        _require_one_of(self, "parallel", "param_dtype", ("auto", "float32", "bfloat16"))
-        _require_one_of(self, "parallel", "reduce_dtype", ("float32", "bfloat16"))
-        _require_one_of(self, "parallel", "wire_dtype", WIRE_DTYPES)
-        _require_at_least(self, "parallel", {"mesh": 0})
-        allowed = "FLOP/s of one device, or 0: by its name"
-        _require(0 <= self.peak_flops < math.inf, "parallel.peak_flops", self.peak_flops, allowed)
+    peak_flops: FiniteOrZero  # of one device; 0: by its name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
     """The interval and number of checkpoints, and whether training continues during a save."""
 
-    every: int
-    keep: int
+    every: Count
+    keep: CountOrZero
     background: bool
 
-    def __post_init__(self) -> None:
-        _require_at_least(self, "checkpoint", {"every": 1, "keep": 0})
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class SampleConfig:
     """The text generated at the end."""
 
-    prompt: str
+    prompt: Text
     chat: bool
-    length: int
-    temperature: float
-
-    def __post_init__(self) -> None:
-        _require(bool(self.prompt), "sample.prompt", self.prompt, "at least one byte of text")
-        _require_at_least(self, "sample", {"length": 0})
-        _require(0 < self.temperature < math.inf, "sample.temperature", self.temperature, "above 0")
+    length: CountOrZero
+    temperature: FinitePositive
