@@ -85,10 +85,12 @@ def test_what_cannot_be_fitted_is_said(wrong: dict[str, Any], message: str) -> N
         _fit(**wrong)
 
 
-def test_sizes_are_read_in_binary_units() -> None:
+def test_sizes_are_read_in_binary_and_decimal_units() -> None:
     assert parse_bytes("80GiB") == 80 * 2**30
     assert parse_bytes("1.5 MiB") == 3 * 2**19
+    assert parse_bytes("70GB") == 70 * 10**9
+    assert parse_bytes("1 kB") == 1000
     assert parse_bytes("512") == 512
-    for wrong in ("80GB", "much", "", "-1GiB"):
+    for wrong in ("80gb", "80G", "much", "", "-1GiB"):
         with pytest.raises(ValueError, match="such as 80GiB"):
             parse_bytes(wrong)

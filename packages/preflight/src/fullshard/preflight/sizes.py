@@ -6,19 +6,20 @@ import re
 
 __all__ = ["parse_bytes"]
 
-_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that ``80GiB``, ``1.5 MiB`` or a number mean.
+    """Return the bytes that ``80GiB``, ``70GB``, ``1.5 MiB`` or a number mean.
 
     Raises:
         ValueError: if it is none of these.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|B|)", text.strip(), re.ASCII)
-    if match is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip(), re.ASCII)
+    if match is None or match[2] not in _UNITS:
         raise ValueError(
-            f"{text!r} is no size; write a number of bytes, or one with B, KiB, MiB, GiB or TiB, "
-            "such as 80GiB"
+            f"{text!r} is no size; write a number of bytes, or one with kB, MB, GB or TB (powers of "
+            "1000) or KiB, MiB, GiB or TiB (powers of 1024), such as 80GiB"
         )
     return int(float(match[1]) * _UNITS[match[2]])
