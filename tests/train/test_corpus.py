@@ -65,9 +65,25 @@ def test_the_last_block_of_every_period_is_held_out() -> None:
 
 
 def test_a_last_block_that_is_not_full_is_learned_from() -> None:
-    corpus = _split(b"aabbc", block_bytes=2, held_out_every=3)
-    assert _bytes(corpus.train) == b"aabbc"
-    assert _bytes(corpus.held_out) == b""
+    corpus = _split(b"aabbccd", block_bytes=2, held_out_every=3)
+    assert _bytes(corpus.train) == b"aabbd"
+    assert _bytes(corpus.held_out) == b"cc"
+
+
+def test_a_text_of_too_few_blocks_has_smaller_ones_and_four_are_held_out() -> None:
+    data = bytes(range(240))
+    corpus = _split(data, block_bytes=65536, held_out_every=10)
+    assert corpus.block_bytes == 6
+    assert _bytes(corpus.held_out) == b"".join(data[end - 6 : end] for end in (60, 120, 180, 240))
+    assert _split(data, block_bytes=24, held_out_every=10).block_bytes == 24  # just enough
+
+
+@given(st.integers(1, 60), st.integers(2, 6), st.integers(1, 20))
+def test_a_part_is_held_out_of_any_text_that_has_a_byte_for_each_block_of_a_period(
+    length: int, held_out_every: int, block_bytes: int
+) -> None:
+    corpus = _split(bytes(length), block_bytes=block_bytes, held_out_every=held_out_every)
+    assert bool(len(corpus.held_out)) == (length >= held_out_every)
 
 
 @given(

@@ -27,17 +27,21 @@ _SKIPPED = frozenset(
     {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
 )
 
+_HELD_OUT_BLOCKS = 4  # of a short text: from places all over the text, each as long as possible
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
     """Bytes to learn from and bytes to be judged on, both uint8 of shape `[length]`.
 
-    `fingerprint` is the same for two corpora only if their bytes and their split are.
+    `fingerprint` is the same for two corpora only if their bytes and their split are. `block_bytes`
+    is the size of the blocks, which is smaller than the configured one for a short text.
     """
 
     train: torch.Tensor
     held_out: torch.Tensor
     fingerprint: str
+    block_bytes: int
 
 
 def read_source(source: str) -> bytes:
@@ -96,13 +100,16 @@ def split(data: torch.Tensor, config: DataConfig) -> Corpus:
     """The corpus with the last of every `held_out_every` blocks of `block_bytes` held out.
 
     A last, shorter block belongs to the training part. The remaining blocks are joined, so a few
-    windows span a seam.
+    windows span a seam. A text without `held_out_every` full blocks would have no held-out part:
+    its blocks are smaller, so that `_HELD_OUT_BLOCKS` of them are held out.
 
     Args:
         data: uint8, shape `[bytes]`.
         config: the block size and the rhythm.
     """
     size, period = config.block_bytes, config.held_out_every
+    if len(data) < size * period:
+        size = max(1, len(data) // (period * _HELD_OUT_BLOCKS))
     blocks = torch.split(data, size)
     kept: list[torch.Tensor] = []
     held_out: list[torch.Tensor] = []
@@ -115,4 +122,5 @@ def split(data: torch.Tensor, config: DataConfig) -> Corpus:
         train=torch.cat(kept),
         held_out=torch.cat(held_out) if held_out else data[:0],
         fingerprint=digest.hexdigest(),
+        block_bytes=size,
     )

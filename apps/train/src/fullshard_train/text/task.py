@@ -85,10 +85,14 @@ class TextTask:
 
     @property
     def data_is(self) -> str:
-        """The source and the sizes of its two parts."""
+        """The source, the sizes of its two parts, and a block size that was adapted."""
         train, held_out = len(self.corpus.train), len(self.corpus.held_out)
         source = self.config.data.source
-        return f"{source}: {train:,} bytes to learn from, {held_out:,} held out"
+        line = f"{source}: {train:,} bytes to learn from, {held_out:,} held out"
+        block, configured = self.corpus.block_bytes, self.config.data.block_bytes
+        if block == configured:
+            return line
+        return f"{line} (a short text: blocks of {block:,} bytes, not {configured:,})"
 
     @property
     def fingerprint(self) -> str:

@@ -64,7 +64,7 @@ def evenly_spaced(length: int, *, context: int, count: int) -> torch.Tensor:
     if available < 1:
         raise TrainError(
             f"data: {length} held-out bytes are too few for a window of {context}: give more data,"
-            " or a smaller data.block_bytes, data.held_out_every or model.context"
+            " or a smaller data.held_out_every or model.context"
         )
     chosen = min(available, count)
     return torch.arange(chosen) * available // chosen * context
