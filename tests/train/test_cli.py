@@ -16,7 +16,7 @@ from fullshard_train import cli
 from fullshard_train.checkpoints.checkpoint import read_position, resolve
 from fullshard_train.checkpoints.store import CheckpointStore, verify
 from fullshard_train.cli import main
-from fullshard_train.commands.parsers import build_parser
+from fullshard_train.commands.parsers import COMMANDS, build_parser
 from fullshard_train.commands.plan import make_plan
 from fullshard_train.reporting.metrics import read_metrics
 from fullshard_train.settings.config import Config, read_table
@@ -169,6 +169,11 @@ def test_a_signal_to_one_rank_saves_and_ends_every_rank_with_its_code(
     [
         (["--steps", "many"], "train.steps = 'many': must be a valid integer"),
         (["--nonsense"], "unrecognized arguments: --nonsense; see --help"),
+        (["--stpes", "3"], "unrecognized arguments: --stpes 3; did you mean --steps? see --help"),
+        (["smaple"], "unrecognized arguments: smaple; did you mean sample? see --help"),
+        (["sample", "run"], "sample run; a command must be the first word; see --help"),
+        (["--mesh", "2x"], "parallel.mesh = '2x': must be 0 (all ranks), a number of ranks, or"),
+        (["--mesh", "2x2"], "there are 1; use --mesh 1, or start 4 ranks"),
         (["--config", "gone.toml"], "config file gone.toml: No such file"),
         (["--data", "gone.txt"], "data gone.txt: no such file"),
         (["--mesh", "3"], "parallel.mesh = 3: the mesh covers all ranks, and there are 1"),
@@ -197,6 +202,45 @@ def test_an_error_is_one_line_exit_code_2_and_nothing_written(
     assert captured.err.count("\n") == 1
     assert told in captured.err
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--standalone", "--", "--stpes", "3"], "--stpes 3; did you mean --steps? see --help\n"),
+        (["--", "sample", "run", "--promt", "x"], "--promt x; did you mean --prompt? see --help\n"),
+        (["--nproc-per-nodes=2"], "--nproc-per-nodes=2; did you mean --nproc-per-node? see"),
+    ],
+)
+def test_a_mistyped_word_of_a_launch_is_one_line_and_starts_no_rank(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr("fullshard_train.commands.launch.run", started.append)
+    assert main(["launch", *words]) == 2
+    captured = capfd.readouterr()
+    assert captured.err.startswith("fullshard_train: error: ")
+    assert (captured.out, captured.err.count("\n"), started) == ("", 1, [])
+    assert told in captured.err
+
+
+def test_help_lists_the_commands_and_each_has_help_of_its_own(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--help"]) == 0
+    (listed,) = (part for part in capfd.readouterr().out.split("\n\n") if "commands" in part)
+    for command in COMMANDS:
+        assert f"\n  {command} " in listed
+        assert main([command, "--help"]) == 0
+        assert capfd.readouterr().out.startswith(f"usage: fullshard_train {command} ")
+
+
+def test_the_version_is_that_of_the_package(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "version", {"fullshard-train": "1.2.3"}.get)
+    assert main(["--version"]) == 0
+    assert capfd.readouterr().out == "fullshard-train 1.2.3\n"
 
 
 @pytest.fixture(scope="module")
@@ -268,11 +312,27 @@ def test_a_finished_run_can_be_made_longer_in_place(
     finished: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--resume", "latest", "--out", str(finished), "--steps", "6"]) == 0
-    assert "resumed" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "resumed" in printed and "\nwarning    the learning rate of step 5 rises" in printed
     assert list(losses(read_metrics(finished / "metrics.jsonl"))) == [1, 2, 3, 4, 5, 6]
     assert read_table(finished / "config.toml")["train"]["steps"] == 6
     latest = CheckpointStore(finished / "checkpoints").latest()
     assert latest is not None and latest.name == "step-00000006"
+
+
+def test_a_longer_run_whose_learning_rate_rises_again_says_so(
+    finished: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--resume", str(finished), "--check-config", "--steps"]
+    assert main([*words, "40"]) == 0
+    printed = capfd.readouterr().out
+    warning = "the learning rate of step 5 rises from 0.0004 to 0.00394: the schedule is now of 40"
+    assert warning in printed
+    cure = ["--set", "optim.learning_rate=0.0004", "--set", "optim.final_fraction=1"]
+    assert " ".join(cure) in printed
+    for quiet in (["4"], ["40", *cure]):
+        assert main([*words, *quiet]) == 0
+        assert "learning rate of step" not in capfd.readouterr().out
 
 
 def test_resume_auto_begins_and_then_continues(

@@ -85,6 +85,20 @@ def test_other_optimizers_train_as_on_the_unsharded_model(
     assert optimizer == "adamw8bit" or found != pytest.approx(usual, rel=1e-3)
 
 
+def test_replicas_of_shards_train_as_the_unsharded_model(tmp_path: Path) -> None:
+    config = small_config(optim={"epsilon": EPSILON}, parallel={"mesh": "2x2"})
+    expected, model = _plain_training(config)
+    ran: list[Ran] = run_on_ranks(_run, 4, config, tmp_path)
+    assert losses(ran[0].records) == pytest.approx(expected, rel=RELATIVE)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(ran[0].weights[name], weight, rtol=RELATIVE, atol=ABSOLUTE)
+    assert run_on_ranks(_shape_of_mesh, 4, config) == [(2, 2)] * 4
+
+
+def _shape_of_mesh(config: Config) -> tuple[int, ...]:
+    return tuple(make_mesh(config, this_world(), torch.device("cpu")).shape)
+
+
 def _run(config: Config, folder: Path) -> Ran:
     return run(config, folder)
 

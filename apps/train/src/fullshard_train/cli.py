@@ -16,12 +16,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 from fullshard_train.checkpoints.store import CheckpointStore
 from fullshard_train.commands.check import check, origins
 from fullshard_train.commands.export import export_checkpoint, export_model
-from fullshard_train.commands.parsers import PARSERS, read_patience
+from fullshard_train.commands.parsers import COMMANDS, build_parser, read_patience
 from fullshard_train.commands.plan import Plan, claim, make_plan
 from fullshard_train.commands.sample import sample
 from fullshard_train.errors import TrainError
@@ -61,20 +62,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     is_main = os.environ.get("RANK", "0") == "0"
-    command = words[0] if words else ""
-    if command == "launch":
-        # Imported here: ranks do not need it.
-        from fullshard_train.commands.launch import launch
-
-        return launch(words[1:])
-    handle = _COMMANDS.get(command)
-    parser = PARSERS[command if handle else ""]()
-    if {"-h", "--help"} & set(words):
+    command = words[0] if words and words[0] in COMMANDS else ""
+    parser = build_parser(command)
+    own = words[: words.index("--")] if command == "launch" and "--" in words else words
+    if {"-h", "--help"} & set(own):
         if is_main:
             parser.print_help()
         return 0
-    if handle is not None:
-        return handle(parser, words[1:])
+    if own == ["--version"]:
+        if is_main:
+            print(f"fullshard-train {_version()}")
+        return 0
+    if command:
+        return _HANDLERS[command](parser, words[1:])
     request = StopRequest()
     with settings_put_back(), watch_signals(request):
         if not is_main:
@@ -89,6 +89,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code
         finally:
             stop_world()
+
+
+def _version() -> str:
+    try:
+        return version("fullshard-train")
+    except PackageNotFoundError:
+        return "(not installed: run from its sources)"
 
 
 def run() -> NoReturn:
@@ -115,6 +122,17 @@ def _run_or_tell(
 
 def _tell(error: TrainError) -> None:
     print(f"fullshard_train: error: {error}", file=sys.stderr, flush=True)
+
+
+def _launch(parser: argparse.ArgumentParser, words: list[str]) -> int:
+    # Imported here: ranks do not need it.
+    from fullshard_train.commands.launch import launch
+
+    try:
+        return launch(words)
+    except TrainError as error:
+        _tell(error)
+        return 2
 
 
 def _sample(parser: argparse.ArgumentParser, words: list[str]) -> int:
@@ -160,7 +178,7 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> int:
     return 0
 
 
-_COMMANDS = {"export": _export, "sample": _sample, "compare": _compare}
+_HANDLERS = {"launch": _launch, "sample": _sample, "export": _export, "compare": _compare}
 
 
 def _planned(options: argparse.Namespace) -> Plan:
@@ -333,3 +351,5 @@ def _introduce(plan: Plan, trainer: Trainer) -> None:
     if plan.checkpoint is not None:
         lines.append(f"resumed    {plan.checkpoint}, after {trainer.step} steps")
     print("\n".join(lines), flush=True)
+    if plan.rate_rises:
+        print(f"warning    {plan.rate_rises}", flush=True)

@@ -24,8 +24,8 @@ class TrainError(Exception):
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
-    """Return "did you mean steps?" for a name that is close to an allowed one, else ""."""
-    close = difflib.get_close_matches(name, list(allowed), n=1)
+    """Return "did you mean steps?" if a name is close to an allowed one, or "" if none is."""
+    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.7)
     return f"did you mean {close[0]}?" if close else ""
 
 

@@ -7,6 +7,7 @@ folder is made, no file written, nothing is trained.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 
 import torch
@@ -56,7 +57,7 @@ def check(plan: Plan, world: World) -> str:
         TrainError: on every rank, for the first thing that is wrong.
     """
     config = plan.config
-    ranks = config.parallel.mesh or world.size if world.size == 1 else world.size
+    ranks = math.prod(config.parallel.sizes(1)) if world.size == 1 else world.size
     require_rows(config, ranks)
     device = choose_device(config, world)
     on_main(lambda: require_room(plan))
@@ -75,6 +76,7 @@ def check(plan: Plan, world: World) -> str:
             f"# model  {parameters:,} parameters, over {ranks} rank(s) on {device.type}",
             f"# data   {task.data_is}",
             f"# run    {plan.folder.root}, {begins} to step {config.train.steps}",
+            *([f"# warning {plan.rate_rises}"] if plan.rate_rises else []),
             "# right: nothing was written",
         ]
     )

@@ -1,19 +1,25 @@
 """Starts the ranks as torchrun does, without its traceback at the end of a stopped run.
 
 Owns the last words of a run: rank 0 prints an error that the user can correct, or how to continue
-    after Ctrl-C, as the last lines. Refuses any option of its own: torchrun's are passed on,
-and SIGUSR1 to the ranks, which torchrun by itself would die of.
+after Ctrl-C, as the last lines. Reads words before it starts ranks, so that a mistyped option is
+one line. Has no option of its own: torchrun's are passed on, and SIGUSR1 to the ranks, which
+torchrun by itself would die of.
 """
 
 from __future__ import annotations
 
+import argparse
+import logging
 import os
 from collections.abc import Sequence
+from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.run import get_args_parser, run
 
+from fullshard_train.commands.parsers import COMMANDS, build_parser, explain
+from fullshard_train.errors import TrainError
 from fullshard_train.ranks.stopping import exit_code
 
 __all__ = ["launch"]
@@ -31,6 +37,9 @@ def launch(words: Sequence[str]) -> int:
 
     Args:
         words: torchrun's options, then "--" and the trainer's arguments, if there are any.
+
+    Raises:
+        TrainError: an option of torchrun's or of the trainer's is wrong.
     """
     cut = words.index("--") if "--" in words else len(words)
     options, arguments = list(words[:cut]), words[cut + 1 :]
@@ -41,8 +50,11 @@ def launch(words: Sequence[str]) -> int:
     # addresses of the first round, and a new host would wait for an address that no rank writes
     # again: seen with torch 2.13. Without, rank 0 of each round makes a store of its own.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    started = _parse([*options, "-m", "fullshard_train", *arguments])
+    _check(arguments)
+    logging.getLogger(_LOGGER).addFilter(_is_news)
     try:
-        torchrun([*options, "-m", "fullshard_train", *arguments])
+        record(run)(started)
     except SignalException as error:
         return exit_code(error.sigval.value)
     except ChildFailedError as error:
@@ -51,3 +63,30 @@ def launch(words: Sequence[str]) -> int:
             raise
         return failure.exitcode
     return 0
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    """Read torchrun's arguments; an error is one line in place of its usage."""
+    parser = get_args_parser()
+
+    def error(message: str) -> NoReturn:
+        raise TrainError(f"launch: {explain(parser, message)}")
+
+    parser.error = error  # type: ignore[method-assign]  # argparse's way: a subclass, not ours
+    return parser.parse_args(words)
+
+
+def _check(arguments: Sequence[str]) -> None:
+    """Refuse arguments of the trainer that no rank could read, before any rank starts."""
+    if not {"-h", "--help"} & set(arguments):
+        command = arguments[0] if arguments and arguments[0] in COMMANDS else ""
+        build_parser(command).parse_args(arguments[1:] if command else arguments)
+
+
+_LOGGER = "torch.distributed.elastic.multiprocessing.api"
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for a line about a rank that ended with one of `_TOLD`: the rank has said why."""
+    told = record.getMessage()
+    return not any(f"failed (exitcode: {code})" in told for code in _TOLD)

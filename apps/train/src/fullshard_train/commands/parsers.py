@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 from fullshard_train.commands.plan import SHORT
 from fullshard_train.commands.sample import add_options
-from fullshard_train.errors import TrainError
+from fullshard_train.errors import TrainError, did_you_mean
 
-__all__ = ["PARSERS", "build_parser", "read_patience"]
+__all__ = ["COMMANDS", "build_parser", "explain", "read_patience"]
 
 _EPILOG = """\
 SIGINT, SIGTERM and SIGUSR1 save a checkpoint and end the run with exit code 130, 143 or 138; a
-second one ends it at once. "fullshard_train export CHECKPOINT FILE" writes a checkpoint's full
-weights as safetensors, "fullshard_train sample CHECKPOINT" text from it.
-"fullshard_train compare RUN RUN --out STEM" puts held-out losses of runs beside each other.
-"fullshard_train launch TORCHRUN'S OPTIONS -- ARGUMENTS" starts the ranks as torchrun does, and ends
-without its tracebacks where a rank has said why.
+second one ends it at once. Without a command, it trains.
+"""
+
+_LAUNCH_EPILOG = """\
+example: fullshard_train launch --standalone --nproc-per-node=2 -- --steps 100.
+The other options are those of torchrun: see "torchrun --help".
 """
 
 
@@ -31,15 +34,38 @@ class _Parser(argparse.ArgumentParser):
     """Reports a wrong argument as a `TrainError`, so that it is shown once and not by each rank."""
 
     def error(self, message: str) -> NoReturn:
-        raise TrainError(f"{message}; see --help")
+        raise TrainError(explain(self, message))
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The options of a training run."""
+def explain(parser: argparse.ArgumentParser, message: str) -> str:
+    """The error of a parser, with the option or the command that an unknown word is close to."""
+    hint = "see --help"
+    unknown = re.match(r"unrecognized arguments: ([^\s=]+)", message)
+    if unknown and unknown[1] in COMMANDS:
+        hint = f"a command must be the first word; {hint}"
+    elif unknown:
+        known = [*COMMANDS, *re.findall(r"--[a-z][a-z-]+", parser.format_help())]
+        hint = f"{did_you_mean(unknown[1], known)} {hint}".lstrip()
+    return f"{message}; {hint}"
+
+
+def build_parser(command: str = "") -> argparse.ArgumentParser:
+    """The options of a command, or of a training run, which has no command."""
+    if command in COMMANDS:
+        told, add = COMMANDS[command]
+        parser = _Parser(
+            prog=f"fullshard_train {command}", description=f"{told}.", allow_abbrev=False
+        )
+        add(parser)
+        return parser
+    commands = "".join(f"  {name:<9} {told}\n" for name, (told, _) in COMMANDS.items())
     parser = _Parser(
         prog="fullshard_train",
-        description="Trains a small model with fully_shard, alone or under torchrun.",
+        usage="fullshard_train [OPTIONS]\n       fullshard_train COMMAND ...",
+        description="Trains a small model with fully_shard, alone or under torchrun.\n\n"
+        f"commands (COMMAND --help shows their options):\n{commands}",
         epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -84,7 +110,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--budget",
         metavar="80GiB",
-        help="as --plan, and free parameters after forward or cut batches until a step fits",
+        help="as --plan, and free parameters after forward or cut batches until a step fits; in"
+        " bytes, kB, MB, GB, KiB, MiB or GiB",
     )
     parser.add_argument(
         "--timeout",
@@ -103,6 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
             metavar="VALUE",
             help=f"short for --set {setting}=VALUE",
         )
+    parser.add_argument("--version", action="store_true", help="print the version, and end")
     return parser
 
 
@@ -121,38 +149,16 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _build_export_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="fullshard_train export",
-        description="Writes the full weights of a checkpoint as safetensors, in one process.",
-        allow_abbrev=False,
-    )
+def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's folder: its newest")
     parser.add_argument(
         "file",
         type=Path,
         help="where the weights go; a file that is not there, for the task hf a folder",
     )
-    return parser
 
 
-def _build_sample_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="fullshard_train sample",
-        description="Prints text from a checkpoint, in one process or sharded under torchrun.",
-        allow_abbrev=False,
-    )
-    add_options(parser)
-    return parser
-
-
-def _build_compare_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="fullshard_train compare",
-        description="Puts held-out losses of several runs beside each other, in one process: at "
-        "equal steps, and at equal time, which is the time of the first run.",
-        allow_abbrev=False,
-    )
+def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="folders of runs; seeds are averaged")
     parser.add_argument(
         "--timed", type=Path, nargs="+", default=[], metavar="RUN",
@@ -162,16 +168,36 @@ def _build_compare_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="STEM", help="STEM.json, .md and .png"
     )
-    return parser
 
 
-PARSERS = {
-    "": build_parser,
-    "export": _build_export_parser,
-    "sample": _build_sample_parser,
-    "compare": _build_compare_parser,
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    """The arguments as `--help` shows them: torchrun's own parser reads them."""
+    parser.usage = "fullshard_train launch [TORCHRUN'S OPTIONS] [-- ARGUMENTS OF THE TRAINER]"
+    parser.epilog = _LAUNCH_EPILOG
+    parser.add_argument("--standalone", action="store_true", help="all ranks are on this host")
+    parser.add_argument("--nproc-per-node", metavar="N", help="the number of ranks of each host")
+    parser.add_argument("--nnodes", metavar="N", help="the number of hosts")
+    parser.add_argument("--rdzv-backend", metavar="c10d", help="how hosts find each other")
+    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where hosts find each other")
+    parser.add_argument("--max-restarts", metavar="N", help="how often ranks are started again")
+
+
+COMMANDS: Mapping[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "launch": (
+        "Starts ranks as torchrun does, and ends without its tracebacks if a rank has said why",
+        _add_launch,
+    ),
+    "sample": (
+        "Prints text from a checkpoint, in one process or sharded under torchrun",
+        add_options,
+    ),
+    "export": ("Writes the full weights of a checkpoint as safetensors", _add_export),
+    "compare": (
+        "Puts held-out losses of several runs beside each other, at equal steps and equal time",
+        _add_compare,
+    ),
 }
-"""The parser of each command, by its name; training has none."""
+"""By name: what a command does, and what adds its options."""
 
 
 def read_patience(parser: argparse.ArgumentParser, words: list[str]) -> timedelta | None:

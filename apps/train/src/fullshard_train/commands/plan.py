@@ -26,6 +26,7 @@ from fullshard_train.settings.config import (
     override_table,
     read_table,
 )
+from fullshard_train.training.schedule import learning_rate
 
 __all__ = ["SHORT", "Plan", "claim", "make_plan", "require_room"]
 
@@ -69,8 +70,9 @@ class Plan:
 
     `again` means that the folder may hold this very run, stopped before its first checkpoint;
     `verify` that the sharded model is to be compared with the unsharded one first; `foresee` that
-    its memory is to be planned first, and `budget` how many bytes it may be. `check` means that
-    settings are only checked; `origins` then contains the source of each setting.
+    its memory is to be planned first, and `budget` how many bytes it may be. `rate_rises` is a
+    warning about a resumed run's learning rate, or "". `check` means that settings are only
+    checked; `origins` then contains the source of each setting.
     """
 
     config: Config
@@ -81,6 +83,7 @@ class Plan:
     verify: bool
     foresee: bool
     budget: int | None
+    rate_rises: str = ""
     check: bool = False
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -184,6 +187,23 @@ def _plan_resume(options: argparse.Namespace, overrides: list[str]) -> Plan:
         verify=options.verify,
         foresee=options.plan or options.budget is not None,
         budget=_budget(options),
+        rate_rises=_rate_rises(old, config, position.step),
+    )
+
+
+def _rate_rises(old: Config, new: Config, step: int) -> str:
+    """A warning if update `step` (from 0) has a higher rate than in the run of the checkpoint.
+
+    A rate that is up to 1 % higher is not: users copy rates with a few digits.
+    """
+    before = learning_rate(old.optim, step=step, steps=old.train.steps)
+    after = learning_rate(new.optim, step=step, steps=new.train.steps)
+    if after <= before * 1.01:
+        return ""
+    return (
+        f"the learning rate of step {step + 1} rises from {before:.3g} to {after:.3g}: the schedule"
+        f" is now of {new.train.steps} steps, before of {old.train.steps}; to keep it low, use"
+        f" --set optim.learning_rate={before:.3g} --set optim.final_fraction=1"
     )
 
 

@@ -126,6 +126,11 @@ def _name(device: torch.device) -> str | None:
     return None if found is None else found.name
 
 
+def _mesh(config: Config, ranks: int) -> int | tuple[int, int]:
+    replicas, shards = config.parallel.sizes(ranks)
+    return ranks if replicas == 1 else (replicas, shards)
+
+
 def _plan(
     config: Config, layers: _Layers, rows: Rows, ranks: int, kind: str, name: str | None
 ) -> Plan | str:
@@ -149,7 +154,7 @@ def _plan(
             build,
             rows,
             loss,
-            mesh=ranks,
+            mesh=_mesh(config, ranks),
             shard=shard,
             optimizer=lambda params: build_optimizer(params, config.optim),
             micro_batches=micro_batches,

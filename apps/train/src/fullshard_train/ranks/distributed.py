@@ -7,6 +7,7 @@ data.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -223,19 +224,25 @@ def choose_device(config: Config, world: World) -> torch.device:
 
 
 def make_mesh(config: Config, world: World, device: torch.device) -> DeviceMesh:
-    """The mesh the model is sharded over: all ranks, or those of a host, and replicated on others.
+    """The mesh the model is sharded over: all ranks, or some of them, and replicated on others.
 
     Raises:
         TrainError: `parallel.mesh` is not the world, a micro-batch has less rows than ranks, or
             hosts that each are to hold the model have different numbers of ranks.
     """
-    if config.parallel.mesh not in (0, world.size):
+    sizes = config.parallel.sizes(world.size)
+    if math.prod(sizes) != world.size:
         raise TrainError(
             f"config parallel.mesh = {config.parallel.mesh}: the mesh covers all ranks, and there"
-            f" are {world.size}; use --mesh {world.size}, or start {config.parallel.mesh} ranks"
+            f" are {world.size}; use --mesh {world.size}, or start {math.prod(sizes)} ranks"
         )
     require_rows(config, world.size)
     if config.run.task == "hf" and config.hf.shard_over == "host":
+        if sizes[0] > 1:
+            raise TrainError(
+                f"config parallel.mesh = {config.parallel.mesh}: hf.shard_over = 'host' chooses the"
+                " mesh; use --mesh 0, or hf.shard_over=world"
+            )
         most, negative = highest_over_ranks(world.local_size, -world.local_size)
         if most != -negative:
             raise TrainError(
@@ -244,7 +251,9 @@ def make_mesh(config: Config, world: World, device: torch.device) -> DeviceMesh:
             )
         sizes = (world.size // most, most)
         return init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
-    return init_mesh(world, device)
+    if sizes[0] == 1:
+        return init_mesh(world, device)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def require_rows(config: Config, ranks: int) -> None:

@@ -187,7 +187,7 @@ class ParallelConfig:
     """How the model is laid over the ranks, and the dtypes that travel."""
 
     device: Literal["auto", "cpu", "cuda"]
-    mesh: CountOrZero
+    mesh: int | str  # 0: all ranks; or a number of ranks, or replicas x shards, such as 2x2
     param_dtype: Literal["auto", "float32", "bfloat16"]
     reduce_dtype: Literal["float32", "bfloat16"]
     wire_dtype: Literal[
@@ -199,6 +199,16 @@ class ParallelConfig:
     ]
     reshard_after_forward: bool
     peak_flops: FiniteOrZero  # of one device; 0: by its name
+
+    def __post_init__(self) -> None:
+        allowed = "0 (all ranks), a number of ranks, or replicas x shards such as 2x4"
+        sizes = re.fullmatch(r"\d+|[1-9]\d*x[1-9]\d*", str(self.mesh), re.ASCII)
+        _require(sizes is not None, "mesh", self.mesh, allowed)
+
+    def sizes(self, ranks: int) -> tuple[int, int]:
+        """How many replicas of how many shards `mesh` means in a world of `ranks`."""
+        replicas, _, shards = str(self.mesh or ranks).rpartition("x")
+        return int(replicas or 1), int(shards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
