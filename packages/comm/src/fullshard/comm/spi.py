@@ -11,7 +11,7 @@ from fullshard.comm.collectives.coalescing import (
     configs_coalesce,
 )
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
-from fullshard.comm.collectives.launching import emit_launch, launch, release
+from fullshard.comm.collectives.launching import emit_launch, release
 from fullshard.comm.collectives.reduce import ReducePlan, take_input
 from fullshard.comm.collectives.replicas import AllReduceInFlight
 from fullshard.comm.debug.calls import Call
@@ -106,7 +106,6 @@ __all__ = [
     "is_debugging",
     "is_profiled",
     "is_served",
-    "launch",
     "leave_collectives",
     "named_range",
     "op_name",

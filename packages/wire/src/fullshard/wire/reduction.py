@@ -35,7 +35,6 @@ from fullshard.comm.spi import (
     emit_launch,
     is_debugging,
     is_profiled,
-    launch,
     named_range,
     op_name,
     pack_gradients,
@@ -110,7 +109,7 @@ class WidenedReducePlan(ReducePlan):
             with streams.use(streams.reduce):
                 streams.reduce.wait_event(flight.event)
                 output = flight.allocate()
-                work = launch(config, self._exchange, packed, output) if output.numel() else None
+                work = self._exchange(packed, output) if output.numel() else None
                 flight.launched(work)
             return flight
 

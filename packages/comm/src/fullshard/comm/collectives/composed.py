@@ -7,7 +7,7 @@ capabilities of a transport only with the default allocator, and if no subclass 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -20,7 +20,13 @@ from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.required import require
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.same_host.same_host import AutomaticTransport
-from fullshard.comm.transports.collective import AllGather, Collective, ReduceScatter, Route
+from fullshard.comm.transports.collective import (
+    AllGather,
+    Collective,
+    ReduceScatter,
+    Route,
+    checked,
+)
 from fullshard.comm.transports.rank_order import is_reduction
 from fullshard.comm.transports.transport import (
     MovesBuffers,
@@ -54,19 +60,13 @@ class _Composed(Collective):
         # The methods of a subclass see every buffer: the transport is never called directly.
         own = cast("type[DefaultAllGather] | type[DefaultReduceScatter]", type(self))
         calls = DefaultAllGather.__call__, DefaultReduceScatter.__call__
-        self._calls_transport = own.__call__ in calls
-        self._composes = self._calls_transport and own.allocate is _Composed.allocate
+        self._composes = own.__call__ in calls and own.allocate is _Composed.allocate
         plain = self._composes and self.reusable  # most capabilities need the default allocator
         self.offers = self._moves if plain else WithoutCapabilities(self.transport)
 
     @property
     def _comm(self) -> AllGather | ReduceScatter:  # type: ignore[override]  # no cycle
         return cast("AllGather | ReduceScatter", self)
-
-    @property
-    def mover(self) -> object:
-        """The object that moves the bytes, for messages."""
-        return self.transport if self._calls_transport else self
 
     @property
     def allocates(self) -> str:
@@ -100,7 +100,7 @@ class _Composed(Collective):
             return super().gather_route(process_group, device)
         transport = self._moves.resolve(process_group, device)
         narrow = transport.narrow_gather(device) if self.reusable else None
-        return Route(transport.all_gather, narrow)
+        return Route(self._checked(transport.all_gather), narrow)
 
     def reduce_route(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
@@ -111,7 +111,11 @@ class _Composed(Collective):
             return replace(super().reduce_route(process_group, device, op), parts=parts)
         transport = self._moves.resolve(process_group, device)
         narrow = transport.narrow_reduce(process_group, device) if self.reusable else None
-        return Route(transport.reduce_scatter, narrow, parts)
+        return Route(self._checked(transport.reduce_scatter), narrow, parts)
+
+    def _checked(self, launch: Callable[..., dist.Work | None]) -> Callable[..., dist.Work | None]:
+        """Return ``launch`` of the transport, whose answer is checked if a user chose it."""
+        return launch if self.is_automatic else checked(self.transport, launch)
 
     def __repr__(self) -> str:
         """The class and its two choices."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer
-from fullshard.comm.collectives.launching import emit_launch, launch, release, wait_for
+from fullshard.comm.collectives.launching import emit_launch, release, wait_for
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.coded import by_holder, coded_in
@@ -25,6 +25,7 @@ from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
+from fullshard.comm.same_host.shared_signals import PeerLostError
 from fullshard.comm.transports.collective import EPOCH, Route
 from fullshard.comm.transports.config import GatherConfig
 from fullshard.comm.transports.first_ranks import for_first_ranks
@@ -177,11 +178,15 @@ class OwnShards:
                 emit_launch(config, EventKind.ALL_GATHER, buffer.slice.nbytes, output.nbytes)
             with streams.use(streams.gather):
                 streams.gather.wait_event(packed)
-                if narrow is not None and route.narrow_launch is not None:
-                    work = launch(config, route.narrow_launch, buffer, group)
-                elif output.numel():  # equal on all ranks, so no rank waits for an empty collective
-                    asynchronous = async_op or streams.asynchronous_work
-                    work = launch(config, route.launch, output, buffer.slice, group, asynchronous)
+                try:
+                    if narrow is not None and route.narrow_launch is not None:
+                        work = route.narrow_launch(buffer, group)
+                    elif output.numel():  # equal on all ranks: none waits for an empty collective
+                        asynchronous = async_op or streams.asynchronous_work
+                        work = route.launch(output, buffer.slice, group, asynchronous)
+                except PeerLostError as error:
+                    error.say_where(config.what, config.name)
+                    raise
                 event = streams.record(streams.gather)
             return AllGatherInFlight(self.layout, config, buffer, work, event, self.tensors)
 

@@ -1,13 +1,6 @@
-"""Call collectives and wait for them, and add the names of the tensors to errors.
-
-Owns what gathers and reductions have in common there. Refuses: choosing who is called (see
-``composed``), and on which stream.
-"""
+"""What gathers and reductions have in common: events, waits, and the end of a buffer's use."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 
@@ -17,26 +10,7 @@ from fullshard.comm.runtime.streams import Stream
 from fullshard.comm.same_host.shared_signals import PeerLostError
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 
-__all__ = ["emit_launch", "launch", "release", "wait_for"]
-
-
-def launch(
-    config: GatherConfig | ReduceConfig, collective: Callable[..., Any], *given: object
-) -> dist.Work | None:
-    """Call the collective and return its work handle; None if the collective is complete.
-
-    Raises:
-        TypeError: if it gave neither.
-        PeerLostError: if a rank has ended.
-    """
-    try:
-        work: dist.Work | None = collective(*given)
-    except PeerLostError as error:
-        error.say_where(config.what, config.name)
-        raise
-    if work is not None and not isinstance(work, dist.Work):
-        config.collective.require_work(work)
-    return work
+__all__ = ["emit_launch", "release", "wait_for"]
 
 
 def emit_launch(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer, allocate_from
 from fullshard.comm.buffers.packing import pack_gradients, scale_result
-from fullshard.comm.collectives.launching import emit_launch, launch, wait_for
+from fullshard.comm.collectives.launching import emit_launch, wait_for
 from fullshard.comm.debug.debug import DEBUGGED, check_layout, is_debugging
 from fullshard.comm.debug.poison import check_unpoisoned
 from fullshard.comm.layouts import checks, views
@@ -27,6 +27,7 @@ from fullshard.comm.runtime.observer import LISTENERS, EventKind
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.runtime.works import SeveralWorks, is_over
+from fullshard.comm.same_host.shared_signals import PeerLostError
 from fullshard.comm.transports.collective import EPOCH, Route
 from fullshard.comm.transports.config import ReduceConfig
 from fullshard.comm.transports.contribution import Contribution, PartsReducer
@@ -201,12 +202,16 @@ class ReducePlan:
             with streams.use(streams.reduce):
                 streams.reduce.wait_event(flight.event)
                 output = flight.allocate()
-                if narrow is not None and route.narrow_launch is not None:
-                    work = launch(config, route.narrow_launch, packed, group, op)
-                    work = self._from_first(packed, output, work)
-                elif given.numel():  # equal on all ranks, so no rank waits for an empty collective
-                    async_op = streams.asynchronous_work
-                    work = launch(config, route.launch, output, given, group, op, async_op)
+                try:
+                    if narrow is not None and route.narrow_launch is not None:
+                        work = route.narrow_launch(packed, group, op)
+                        work = self._from_first(packed, output, work)
+                    elif given.numel():  # equal on all ranks: none waits for an empty collective
+                        async_op = streams.asynchronous_work
+                        work = route.launch(output, given, group, op, async_op)
+                except PeerLostError as error:
+                    error.say_where(config.what, config.name)
+                    raise
                 flight.launched(work)
             return flight
 
@@ -231,7 +236,11 @@ class ReducePlan:
         given = Contribution(gradients, layout, self._rank, config.scaling)
         flight = ReduceInFlight(self, None, config.streams.record(config.streams.reduce))
         group, op = config.process_group, config.scaling.op
-        flight.work = launch(config, reducer.reduce_parts, flight.allocate, given, group, op)
+        try:
+            flight.work = reducer.reduce_parts(flight.allocate, given, group, op)
+        except PeerLostError as error:
+            error.say_where(config.what, config.name)
+            raise
         if flight.work is None:
             return None
         if LISTENERS:

@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.packing import scale_result
-from fullshard.comm.collectives.launching import launch, wait_for
+from fullshard.comm.collectives.launching import wait_for
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight
 from fullshard.comm.debug.debug import check_layout
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime.compat import without_grad
 from fullshard.comm.runtime.observer import EventKind, emit
 from fullshard.comm.same_host.same_host import AutomaticTransport
+from fullshard.comm.same_host.shared_signals import PeerLostError
 
 __all__ = ["AllReduceInFlight", "all_reduce_shards"]
 
@@ -65,8 +66,13 @@ class AllReduceInFlight:
             if output.numel():
                 name = config.name
                 emit(EventKind.ALL_REDUCE, name, rank=rank, nbytes=nbytes, stream="all_reduce")
-                given = (output, scaling.op, group, streams.asynchronous_work)
-                self._work = launch(config, AutomaticTransport().all_reduce, *given)
+                try:
+                    self._work = AutomaticTransport().all_reduce(
+                        output, scaling.op, group, streams.asynchronous_work
+                    )
+                except PeerLostError as error:
+                    error.say_where(config.what, name)
+                    raise
             if self._work is None:
                 self._scale()
             self._event = streams.record(streams.all_reduce)

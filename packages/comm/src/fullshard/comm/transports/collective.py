@@ -7,7 +7,7 @@ needs only their methods; ``Collective`` adapts it once, and states the capabili
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from fullshard.comm.transports.transport import (
     WithoutCapabilities,
 )
 
-__all__ = ["EPOCH", "AllGather", "Collective", "ReduceScatter", "Route"]
+__all__ = ["EPOCH", "AllGather", "Collective", "ReduceScatter", "Route", "checked"]
 
 
 class AllGather(Allocates, Protocol):
@@ -77,7 +77,7 @@ class Route:
 
     Attributes:
         launch: takes a collective's tensors, process group (operation) and ``async_op``, in this
-            order.
+            order, and returns a work handle or None. A user's code is ``checked``.
         narrow_launch: replaces ``launch`` where only the first ranks hold data; see
             ``Transport.narrow_gather`` and ``narrow_reduce``.
         parts: reduces gradients that are not packed, if possible.
@@ -114,11 +114,6 @@ class Collective:
         return comm if isinstance(comm, Collective) else Collective(comm)
 
     @property
-    def mover(self) -> object:
-        """The object that moves the bytes, for messages."""
-        return self._comm
-
-    @property
     def allocates(self) -> str:
         """The name of the method that allocates buffers, for messages."""
         return f"{type(self._comm).__name__}.allocate"
@@ -134,31 +129,34 @@ class Collective:
 
     def gather_route(self, process_group: dist.ProcessGroup, device: torch.device) -> Route:
         """Return the functions that gather. A collective call at a process group's first time."""
-        names = ("output_tensor", "input_tensor", "group", "async_op")
-        return Route(_by_name(self._comm, names))
+        names = "output_tensor", "input_tensor", "group", "async_op"
+        comm = self._comm
+        return Route(checked(comm, lambda *given: comm(**dict(zip(names, given, strict=True)))))
 
     def reduce_route(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
     ) -> Route:
         """Return the functions that reduce. A collective call at a process group's first time."""
-        names = ("output_tensor", "input_tensor", "group", "op", "async_op")
-        return Route(_by_name(self._comm, names))
-
-    def require_work(self, answer: Any) -> None:
-        """Require that the answer of a collective is a work handle.
-
-        Raises:
-            TypeError: if it is not.
-        """
-        if not callable(getattr(answer, "wait", None)):  # a work handle of a user's own, perhaps
-            raise TypeError(
-                f"{type(self.mover).__name__} gave {answer!r}; it must give None once it is done, "
-                "or a work handle whose wait() finishes it."
-            )
+        names = "output_tensor", "input_tensor", "group", "op", "async_op"
+        comm = self._comm
+        return Route(checked(comm, lambda *given: comm(**dict(zip(names, given, strict=True)))))
 
 
-def _by_name(
-    comm: AllGather | ReduceScatter, names: Sequence[str]
+def checked(
+    mover: object, launch: Callable[..., dist.Work | None]
 ) -> Callable[..., dist.Work | None]:
-    """Return a function that calls a collective by the names of its arguments."""
-    return lambda *given: comm(**dict(zip(names, given, strict=True)))
+    """Return ``launch`` with a check of its answer, which a user's code gives.
+
+    It raises a ``TypeError`` that names ``mover``, unless the answer is None or a work handle.
+    """
+
+    def launch_and_check(*given: Any) -> dist.Work | None:
+        work = launch(*given)
+        if work is not None and not callable(getattr(work, "wait", None)):
+            raise TypeError(
+                f"{type(mover).__name__} gave {work!r}; it must give None once it is done, or a "
+                "work handle whose wait() finishes it."
+            )
+        return work
+
+    return launch_and_check
