@@ -19,7 +19,7 @@ from fullshard.comm.collectives.replicas import AllReduceInFlight
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.sharding.access.full_params import LeasedParams
 from fullshard.sharding.base.policies import OffloadToCPU
-from fullshard.sharding.gather.post_forward import PostForwardUnshard
+from fullshard.sharding.gather.post_forward import PostForwardShards, PostForwardUnshard
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.reduce import reduction
@@ -254,23 +254,23 @@ MUTATIONS = [
         program="full-after-step",
     ),
     M(
-        PostForwardUnshard,
-        "launch",
-        "config.streams.copy_in.wait_event(self._cut)",
+        PostForwardShards,
+        "gather",
+        "config.streams.copy_in.wait_event(self.cut)",
         program="post-forward-mesh",
     ),
     M(
         PostForwardUnshard,
         "keep_shards",
-        "self._cut = self._streams.record()",
-        "self._cut = self._streams.record(self._streams.copy_in)",
+        "cut = config.streams.record()",
+        "cut = config.streams.record(config.streams.copy_in)",
         program="post-forward-mesh",
     ),
     M(
         PostForwardUnshard,
         "keep_shards",
-        "shard_of(full, spec.decoded.dim)",
-        "full.chunk(2, spec.decoded.dim)[0]",
+        "mesh_info.shard_of(full, spec.dim)",
+        "full.chunk(2, spec.dim)[0]",
         program="post-forward-mesh",
     ),
     # lists of a program's own

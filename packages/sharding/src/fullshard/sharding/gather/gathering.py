@@ -26,8 +26,8 @@ from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.post_forward import PostForwardUnshard
 from fullshard.sharding.gather.strategy import (
     BufferedUnshard,
+    FinishesGather,
     UnshardedMemory,
-    UnshardInFlight,
     UnshardStrategy,
 )
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
@@ -58,7 +58,7 @@ class Gathering:
         state: where the parameters are.
         config: what gathers with its own collective share.
         swap: what puts parameters into modules.
-        in_flight: a gather that it takes part in, until it has landed.
+        in_flight: a gather that it takes part in, until it is finished.
         gathers: gathers launched so far.
         kept_by_graphs: a graph may keep the group, at any time: whether one does now, ranks may see
             differently.
@@ -86,7 +86,8 @@ class Gathering:
         self.state = _SHARDED
         self.config = config
         self.swap = Swap(self.params)
-        self.in_flight: UnshardInFlight | None = None
+        self.in_flight: object = None
+        self._finishes: FinishesGather | None = None  # the gather in flight
         self.gathers = 0
         self.kept_by_graphs = False
         self.keeps_storage = False
@@ -171,11 +172,11 @@ class Gathering:
             memory.stays = self.keeps_storage
             for param, unsharded in zip(plain, memory.params, strict=True):
                 param.attach_unsharded(unsharded)
-            about = self.params, self.layout, self._policies
             if len(plain) == len(self.params):
-                self._prepared = BufferedUnshard(memory, GatherInputs(*about))
+                self._prepared = BufferedUnshard(memory, GatherInputs(self.params, self.layout))
             else:
-                self._prepared = HookedUnshard(memory, HookedInputs(*about))
+                inputs = HookedInputs(self.params, self.layout, self._policies.precision)
+                self._prepared = HookedUnshard(memory, inputs)
         return self._prepared
 
     def _choose(self, buffered: BufferedUnshard) -> UnshardStrategy:
@@ -212,7 +213,7 @@ class Gathering:
         if any(changed):
             self.reshard()
             self.leave_post_forward()
-            self._prepared = self._strategy = None
+            self._prepared = self._strategy = self._finishes = None
         return any(changed)
 
     def note(self) -> None:
@@ -252,21 +253,21 @@ class Gathering:
         if strategy is None or self._chosen_for is not self.config.comm:
             strategy = self._strategy = self._choose(self._prepared or self.prepare())
         self.announce(strategy)
-        strategy.launch(self.config, async_op=async_op)
-        self.begin(strategy)
+        sends = strategy.sends(self.config)
+        self.begin(sends.gather(self.config, async_op=async_op), strategy)
         return True
 
     def announce(self, strategy: UnshardStrategy) -> None:
-        """Announce a gather by ``strategy``, or a gather that lands like its own."""
+        """Announce a gather by ``strategy``, or a gather that ends like its own."""
         if LISTENERS:
             emit(EventKind.UNSHARD, self.name, rank=self.rank)
         self._gathered_of = self._generation.number
         if self._watch.sums or DEBUGGED:
             self._watch.copied(self.params, kept=strategy.keeps_shards)
 
-    def begin(self, in_flight: UnshardInFlight) -> None:
-        """Take part in a gather that was launched."""
-        self.in_flight = in_flight
+    def begin(self, in_flight: object, finishes: FinishesGather) -> None:
+        """Take part in a gather that was launched, and that ``finishes`` ends."""
+        self.in_flight, self._finishes = in_flight, finishes
         self.gathers += 1
         self._become(_UNSHARDING)
 
@@ -278,12 +279,14 @@ class Gathering:
             no_graph_alias: no graph holds an alias of them.
         """
         in_flight, self.in_flight = self.in_flight, None
-        if in_flight is None:
+        if in_flight is None or self._finishes is None:
             if user_may_write and self.state is _UNSHARDED and self._prepared is not None:
                 memory = self._prepared.memory
                 memory.point_at(memory.home, user_may_write=True, no_graph_alias=no_graph_alias)
             return
-        in_flight.finish(user_may_write=user_may_write, no_graph_alias=no_graph_alias)
+        self._finishes.finish(
+            in_flight, user_may_write=user_may_write, no_graph_alias=no_graph_alias
+        )
         self.swap.to_unsharded()
         self._become(_UNSHARDED)
         if LISTENERS:
@@ -306,13 +309,13 @@ class Gathering:
         if state is _UNSHARDED:
             self.swap.to_sharded(freed=not strategy.memory.home.stays)
             if self._post_forward is not None:
-                strategy.keep_shards(after_forward)
+                strategy.keep_shards(self.config, wanted=after_forward)
         keeps = self._post_forward is not None and strategy.keeps_shards
         if state is not _POST_FORWARD or not keeps:
             self._become(_POST_FORWARD if keeps else _SHARDED)
         in_flight, self.in_flight = self.in_flight, None
-        if in_flight is not None:  # no one needs the gather
-            in_flight.discard()
+        if in_flight is not None and self._finishes is not None:  # no one needs the gather
+            self._finishes.discard(in_flight)
         strategy.memory.free()
         if LISTENERS and state is _UNSHARDED:
             emit(EventKind.RESHARD, self.name, rank=self.rank)
@@ -320,5 +323,5 @@ class Gathering:
     def leave_post_forward(self) -> None:
         """Give back the shards over the post-forward mesh."""
         if self.state is _POST_FORWARD and self._strategy is not None:
-            self._strategy.keep_shards(False)
+            self._strategy.keep_shards(self.config, wanted=False)
             self._become(_SHARDED)

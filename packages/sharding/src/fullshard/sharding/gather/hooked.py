@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm import GatherConfig, TensorSpec
+from fullshard.comm import AllGatherInFlight, GatherConfig, Layout, TensorSpec
 from fullshard.comm.spi import OwnShards, rank_major
 from fullshard.sharding.base.compat import storage_of
 from fullshard.sharding.gather.inputs import GatherInputs
@@ -37,6 +37,11 @@ _PRE, _POST = GATHER_HOOKS
 
 class HookedInputs(GatherInputs):
     """Tensors that hooks give for some parameters, and the shards of other parameters."""
+
+    def __init__(self, params: Sequence[FSDPParam], layout: Layout, precision: object) -> None:
+        """Take the parameters, and the precision policy, which is passed to hooks."""
+        super().__init__(params, layout)
+        self._precision = precision
 
     @cached_property
     def hooked(self) -> list[HookedParam | None]:
@@ -95,11 +100,13 @@ class HookedUnshard(BufferedUnshard):
         ]
 
     @torch.no_grad()
-    def finish(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
+    def finish(
+        self, in_flight: AllGatherInFlight, *, user_may_write: bool, no_graph_alias: bool
+    ) -> None:
         """Unpack, and call the hooks on the tensors that were gathered for them."""
         for hooked in self._hooked:
             hooked.allocate()
-        super().finish(user_may_write=user_may_write, no_graph_alias=no_graph_alias)
+        super().finish(in_flight, user_may_write=user_may_write, no_graph_alias=no_graph_alias)
         for hooked in self._hooked:
             hooked.complete()
 

@@ -15,6 +15,8 @@ change of one rank, unless its parameters were copied out before.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from fullshard.comm import EventKind, GatherBuffer, GatherConfig, Layout
 from fullshard.comm.spi import (
     OwnShards,
@@ -58,6 +60,25 @@ class AliasedShards(ParamStorage):
         return shards is self._shards
 
 
+@dataclass(frozen=True, eq=False)
+class LocalGather:
+    """A gather in a world of one, which moves nothing: what it sends is what is in flight.
+
+    Attributes:
+        shards: the shards, which are all there is.
+        alias: the shards as memory of the parameters, if they can be used without a copy.
+        name: the name of the group, for events.
+    """
+
+    shards: OwnShards
+    alias: AliasedShards | None
+    name: str
+
+    def gather(self, config: GatherConfig, *, async_op: bool = False) -> LocalGather:
+        """Move nothing."""
+        return self
+
+
 class AliasedUnshard(UnshardStrategy):
     """Parameters are the shards, or a copy of them in another dtype."""
 
@@ -65,34 +86,30 @@ class AliasedUnshard(UnshardStrategy):
         """Take private memory, and what would be sent."""
         super().__init__(memory, inputs)
         self._alias: AliasedShards | None = None  # the shards of the last gather
-        self._launched: tuple[OwnShards, GatherConfig] | None = None
 
-    def launch(self, config: GatherConfig, *, async_op: bool) -> None:
-        """Move nothing."""
+    def sends(self, config: GatherConfig) -> LocalGather:
+        """Return the shards, and memory that aliases them where that is possible."""
         shards = self.inputs.sends(config)
         if self._alias is None or not self._alias.is_of(shards):
             usable = self.memory.no_graph_alias and _lie_as_used(shards, config)
             self._alias = AliasedShards(shards, self.memory.to_use) if usable else None
-        self._launched = shards, config
+        return LocalGather(shards, self._alias, config.name)
 
-    def finish(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
+    def finish(self, in_flight: LocalGather, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Copy where a user may write, or to cast."""
-        assert self._launched is not None, "it was launched"
-        (shards, config), self._launched = self._launched, None
-        memory = self.memory
-        if self._alias is not None:
+        memory, shards = self.memory, in_flight.shards
+        if in_flight.alias is not None:
             memory.point_at(
-                self._alias, user_may_write=user_may_write, no_graph_alias=no_graph_alias
+                in_flight.alias, user_may_write=user_may_write, no_graph_alias=no_graph_alias
             )
             return
         memory.repoint(memory, no_graph_alias=no_graph_alias)
         pairs = zip(shards.tensors, shards.layout.specs, strict=True)
         memory.fill_from([shard.view(spec.shape) for shard, spec in pairs])
-        emit(EventKind.COPY_OUT, config.name, rank=0, nbytes=memory.nbytes, stream="current")
+        emit(EventKind.COPY_OUT, in_flight.name, rank=0, nbytes=memory.nbytes, stream="current")
 
-    def discard(self) -> None:
+    def discard(self, in_flight: LocalGather) -> None:
         """There is nothing to wait for."""
-        self._launched = None
 
 
 def _lie_as_used(shards: OwnShards, config: GatherConfig) -> bool:
@@ -138,6 +155,19 @@ class SharedMemory(ParamStorage):
             self.full.buffer.leave()
 
 
+@dataclass(frozen=True, eq=False)
+class SharedShards:
+    """This rank's shards on their way into a shared buffer."""
+
+    shards: OwnShards
+    memory: SharedMemory
+
+    def gather(self, config: GatherConfig, *, async_op: bool = False) -> SharedGatherInFlight:
+        """Write the shards; always asynchronous, whatever ``async_op``."""
+        self.memory.occupied = True
+        return foreach_all_gather_in_place(self.shards.tensors, self.memory.full, config)
+
+
 class SharedBufferUnshard(UnshardStrategy):
     """Unsharding into a shared buffer, or into private memory to which the buffer is copied."""
 
@@ -146,26 +176,23 @@ class SharedBufferUnshard(UnshardStrategy):
         super().__init__(memory, inputs)
         memory.on_free = [shared.free]
         self._shared = shared
-        self._in_flight: SharedGatherInFlight | None = None
 
-    def launch(self, config: GatherConfig, *, async_op: bool) -> None:
-        """Write this rank's shards; always asynchronous, whatever ``async_op``."""
-        shards, shared = self.inputs.sends(config), self._shared
-        shared.occupied = True
-        self._in_flight = foreach_all_gather_in_place(shards.tensors, shared.full, config)
+    def sends(self, config: GatherConfig) -> SharedShards:
+        """Return this rank's shards, and where to write them."""
+        return SharedShards(self.inputs.sends(config), self._shared)
 
-    def finish(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
+    def finish(
+        self, in_flight: SharedGatherInFlight, *, user_may_write: bool, no_graph_alias: bool
+    ) -> None:
         """Wait; copy if parameters are in other memory."""
-        self.discard()
+        in_flight.wait()
         self.memory.point_at(
             self._shared, user_may_write=user_may_write, no_graph_alias=no_graph_alias
         )
 
-    def discard(self) -> None:
-        """Waits."""
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None:
-            in_flight.wait()
+    def discard(self, in_flight: SharedGatherInFlight) -> None:
+        """Wait: other ranks read what this rank writes."""
+        in_flight.wait()
 
 
 def open_shared_memory(

@@ -1,8 +1,8 @@
-"""A group's shards on their way into a gather: brought to the device, and checked.
+"""Shards on their way into a gather of one group or several: brought to the device, and checked.
 
-Owns what a gather of a group sends: the same again while the shards live where they are sent from.
-Where they live elsewhere, each gather has copies of its own, made on the stream that reads them.
-Refuses to know where shards live: the policy moves, one shard at a time.
+Owns what a gather sends: the same again while the shards live where they are sent from. Where they
+live elsewhere, each gather has copies of its own, made on the stream that reads them. Refuses to
+know where shards live: the policy moves, one shard at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fullshard.comm import GatherConfig, Layout
 from fullshard.comm.spi import OwnShards
 from fullshard.sharding.base.compat import local_shard_getter
 from fullshard.sharding.base.memory import addresses_of
-from fullshard.sharding.base.policies import Policies, declares
+from fullshard.sharding.base.policies import declares
 from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["GatherInputs"]
@@ -25,21 +25,19 @@ _stored = local_shard_getter("sharded")
 
 
 class GatherInputs:
-    """The inputs of the gathers of one group.
+    """The inputs of gathers of the same parameters.
 
     Attributes:
-        params: whose.
+        params: the parameters.
         layout: of a gather of all.
         as_stored: whether gathers send the shards themselves, not copies.
     """
 
-    def __init__(self, params: Sequence[FSDPParam], layout: Layout, policies: Policies) -> None:
+    def __init__(self, params: Sequence[FSDPParam], layout: Layout) -> None:
         """Take the parameters in the order of ``layout``."""
         self.params = tuple(params)
         self.layout = layout
-        self._precision = policies.precision
-        self._offload = offload = policies.offload
-        self.as_stored = declares(offload, "stages_in_nothing")
+        self.as_stored = all(declares(each.offload, "stages_in_nothing") for each in params)
         self._shards: list[torch.Tensor] = []
         self._addresses: list[int] = []  # of those
         self._sent: OwnShards | None = None  # made of those
@@ -66,4 +64,5 @@ class GatherInputs:
         if self.as_stored:
             return shards
         with config.streams.use(config.streams.copy_in):
-            return [self._offload.stage_in(shard, config.device) for shard in shards]
+            pairs = zip(self.params, shards, strict=True)
+            return [param.offload.stage_in(shard, config.device) for param, shard in pairs]

@@ -7,17 +7,40 @@ during this time. Such a gather writes to the memory that an ordinary gather use
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from fullshard.comm import CommStreams, GatherConfig, foreach_all_gather
+from fullshard.comm import AllGatherInFlight, GatherConfig, Layout, foreach_all_gather
 from fullshard.comm.spi import StreamEvent, rank_major
 from fullshard.sharding.base.forward_pass import ParameterGeneration
-from fullshard.sharding.gather.strategy import BufferedUnshard, UnshardStrategy
+from fullshard.sharding.gather.strategy import BufferedUnshard, SendsShards, UnshardStrategy
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 
 __all__ = ["PostForwardUnshard"]
+
+
+@dataclass(frozen=True, eq=False)
+class PostForwardShards:
+    """Shards over a post-forward mesh, kept for a backward.
+
+    Attributes:
+        shards: this rank's, one per tensor of the layout.
+        layout: of a gather over the mesh.
+        mesh_info: the mesh.
+        cut: the end of the copies that are kept.
+    """
+
+    shards: list[torch.Tensor]
+    layout: Layout
+    mesh_info: FSDPMeshInfo
+    cut: StreamEvent
+
+    def gather(self, config: GatherConfig, *, async_op: bool = False) -> AllGatherInFlight:
+        """Return the gather in flight, over the few ranks of the mesh."""
+        few = replace(config, process_group=self.mesh_info.shard_process_group)
+        config.streams.copy_in.wait_event(self.cut)
+        return foreach_all_gather(self.shards, self.layout, few, async_op=async_op)
 
 
 class PostForwardUnshard(UnshardStrategy):
@@ -38,47 +61,41 @@ class PostForwardUnshard(UnshardStrategy):
         self._mesh_info = mesh_info
         self._generation = generation
         self._gathered_of = -1
-        self._shards: list[torch.Tensor] = []
-        self._streams: CommStreams | None = None
-        self._cut: StreamEvent | None = None  # the end of the copies that are kept
+        self._kept: PostForwardShards | None = None
 
     @property
     def keeps_shards(self) -> bool:
         """Whether current shards are kept that a backward may need."""
         if not self._generation.outstanding or self._gathered_of != self._generation.number:
-            self._shards = []
-        return bool(self._shards)
+            self._kept = None
+        return self._kept is not None
 
-    def launch(self, config: GatherConfig, *, async_op: bool) -> None:
-        """Launch a gather, from the kept shards if there are any."""
-        self._streams = config.streams
-        if not self.keeps_shards:
-            self._gathered_of = self._generation.number
-            self._inner.launch(config, async_op=async_op)
-            return
-        mesh_info = self._mesh_info
-        few = replace(config, process_group=mesh_info.shard_process_group)
-        specs = tuple(spec.decoded for spec in self.inputs.layout.specs)  # codes are for all ranks
-        layout = rank_major(specs, mesh_info.shard_world_size, 0)
-        config.streams.copy_in.wait_event(self._cut)
-        gather = foreach_all_gather(self._shards, layout, few, async_op=async_op)
-        self._inner.in_flight = gather
+    def sends(self, config: GatherConfig) -> SendsShards:
+        """Return the kept shards if there are any, and the ordinary ones otherwise."""
+        if self.keeps_shards and self._kept is not None:
+            return self._kept
+        self._gathered_of = self._generation.number
+        return self._inner.sends(config)
 
-    def finish(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
+    def finish(
+        self, in_flight: AllGatherInFlight, *, user_may_write: bool, no_graph_alias: bool
+    ) -> None:
         """Wait and copy out, as ``inner`` does."""
-        self._inner.finish(user_may_write=user_may_write, no_graph_alias=no_graph_alias)
+        self._inner.finish(in_flight, user_may_write=user_may_write, no_graph_alias=no_graph_alias)
 
-    def discard(self) -> None:
+    def discard(self, in_flight: AllGatherInFlight) -> None:
         """Wait for a gather whose result is not needed."""
-        self._inner.discard()
+        in_flight.discard()
 
     @torch.no_grad()
-    def keep_shards(self, wanted: bool) -> None:
+    def keep_shards(self, config: GatherConfig, *, wanted: bool) -> None:
         """Keep shards of what was gathered, if ``wanted`` and a backward may need them."""
-        self._shards = []
+        self._kept = None
         if wanted and self._generation.outstanding:
-            tensors = zip(self._inner.write_views, self.inputs.layout.specs, strict=True)
-            shard_of = self._mesh_info.shard_of
-            self._shards = [shard_of(full, spec.decoded.dim) for full, spec in tensors]
-            assert self._streams is not None, "it was gathered"
-            self._cut = self._streams.record()
+            mesh_info = self._mesh_info
+            specs = [spec.decoded for spec in self.inputs.layout.specs]  # codes are for all ranks
+            tensors = zip(self._inner.write_views, specs, strict=True)
+            shards = [mesh_info.shard_of(full, spec.dim) for full, spec in tensors]
+            layout = rank_major(tuple(specs), mesh_info.shard_world_size, 0)
+            cut = config.streams.record()
+            self._kept = PostForwardShards(shards, layout, mesh_info, cut)

@@ -4,7 +4,7 @@ Owns what unshard strategies share, the memory of a group's unsharded parameters
 for each way: shards are packed into buffers (here), gathered in shared memory or used directly in a
 world of one (both in ``in_place``), or processed by hooks of the parameters (``hooked``). A group's
 is chosen at its first gather, from facts that all ranks share. ``post_forward`` and ``buckets``
-launch other gathers that finish through buffers.
+send other shards, and finish through buffers. A strategy keeps nothing of a gather in flight.
 
 [Note: own store] An autograd graph may hold aliases of an unsharded parameter (a linear saves
 ``weight.t()``). Therefore the unsharded parameters keep their tensors and their storage as long as
@@ -25,21 +25,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from fullshard.comm import AllGatherInFlight, GatherConfig, TensorSpec
-from fullshard.comm.spi import FullTensors, foreach_copy
+from fullshard.comm.spi import FullTensors, OwnShards, foreach_copy
 from fullshard.sharding.base.compat import retire_aliases
 from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.gather.inputs import GatherInputs
 
 __all__ = [
     "BufferedUnshard",
+    "FinishesGather",
     "ParamStorage",
-    "UnshardInFlight",
+    "SendsShards",
     "UnshardStrategy",
     "UnshardedMemory",
     "ViewFns",
@@ -199,26 +200,34 @@ def view_of(base: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
 # -- the contract ---------------------------------------------------------------------------------
 
 
-class UnshardInFlight(Protocol):
-    """The completion of a launched gather."""
+class SendsShards(Protocol):
+    """The shards that this rank sends to be gathered; comm's ``OwnShards`` is one."""
 
-    def finish(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
+    def gather(self, config: GatherConfig, *, async_op: bool = False) -> object:
+        """Return the gather in flight. ``async_op``: ask for a work handle on accelerators, too."""
+
+
+class FinishesGather(Protocol):
+    """The end of a gather in flight: what its ``SendsShards.gather`` returned."""
+
+    def finish(self, in_flight: Any, *, user_may_write: bool, no_graph_alias: bool) -> None:
         """Wait for the gather, and make the unsharded parameters from its result.
 
         Args:
+            in_flight: the gather, which is used up.
             user_may_write: a user holds them, who may write.
             no_graph_alias: no graph holds an alias of them.
         """
 
-    def discard(self) -> None:
-        """Wait for a gather whose result is not needed; do nothing if it has landed."""
+    def discard(self, in_flight: Any) -> None:
+        """Wait for a gather whose result is not needed."""
 
 
-class UnshardStrategy(UnshardInFlight, ABC):
+class UnshardStrategy(FinishesGather, ABC):
     """How a group is gathered, and where to.
 
-    A strategy has one gather at a time: ``launch``, then ``finish`` or ``discard``. Freeing the
-    memory ends either.
+    A group has one gather at a time: ``sends(config).gather(config)``, then ``finish`` or
+    ``discard``. Freeing the memory ends either.
 
     Attributes:
         memory: of the parameters.
@@ -234,10 +243,10 @@ class UnshardStrategy(UnshardInFlight, ABC):
         self.inputs = inputs
 
     @abstractmethod
-    def launch(self, config: GatherConfig, *, async_op: bool) -> None:
-        """Issue a gather. ``async_op``: ask for a work handle on accelerators, too."""
+    def sends(self, config: GatherConfig) -> SendsShards:
+        """Return what a gather sends now."""
 
-    def keep_shards(self, wanted: bool) -> None:
+    def keep_shards(self, config: GatherConfig, *, wanted: bool) -> None:
         """Keep shards of what was gathered for a backward, if it can and they are ``wanted``."""
 
     @property
@@ -247,18 +256,13 @@ class UnshardStrategy(UnshardInFlight, ABC):
 
 
 class BufferedUnshard(UnshardStrategy):
-    """The ordinary way: shards are packed, gathered, and copied out into private memory.
-
-    Attributes:
-        in_flight: a gather of this rank's parts of ``write_views``, until it lands.
-    """
+    """The ordinary way: shards are packed, gathered, and copied out into private memory."""
 
     coalesces = True
 
     def __init__(self, memory: UnshardedMemory, inputs: GatherInputs) -> None:
         """Store the memory of the parameters and the inputs of a gather."""
         super().__init__(memory, inputs)
-        self.in_flight: AllGatherInFlight | None = None
         self._full: dict[int, FullTensors] = {}  # by layout: a post-forward mesh has its own
 
     @property
@@ -266,18 +270,17 @@ class BufferedUnshard(UnshardStrategy):
         """The tensors that a gather writes, in the order of the layout."""
         return self.memory.home.write_views
 
-    def launch(self, config: GatherConfig, *, async_op: bool) -> None:
-        """Issue a gather through buffers."""
-        self.in_flight = self.inputs.sends(config).gather(config, async_op=async_op)
+    def sends(self, config: GatherConfig) -> OwnShards:
+        """Return this rank's shards."""
+        return self.inputs.sends(config)
 
-    def finish(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
+    def finish(
+        self, in_flight: AllGatherInFlight, *, user_may_write: bool, no_graph_alias: bool
+    ) -> None:
         """Wait and copy out: to private memory, unless a graph keeps other memory."""
-        in_flight, self.in_flight = self.in_flight, None
         memory = self.memory
-        assert in_flight is not None, "it was launched"
-        memory.repoint(
-            memory, no_graph_alias=no_graph_alias
-        )  # leave the memory of a replaced collective
+        # leave the memory of a replaced collective
+        memory.repoint(memory, no_graph_alias=no_graph_alias)
         home, layout = memory.home, in_flight.layout
         home.allocate()
         full = self._full.get(id(layout)) if home is memory else None
@@ -287,8 +290,6 @@ class BufferedUnshard(UnshardStrategy):
                 self._full[id(layout)] = full
         full.fill(in_flight)
 
-    def discard(self) -> None:
+    def discard(self, in_flight: AllGatherInFlight) -> None:
         """Wait for a gather whose result is not needed."""
-        in_flight, self.in_flight = self.in_flight, None
-        if in_flight is not None:
-            in_flight.discard()
+        in_flight.discard()

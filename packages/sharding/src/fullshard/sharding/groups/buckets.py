@@ -20,27 +20,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import starmap
-from operator import attrgetter, is_
-from typing import cast
-
-import torch
+from operator import attrgetter
 
 from fullshard.comm import AllGatherInFlight, EventKind, GatherConfig
 from fullshard.comm.spi import (
     DEBUGGED,
     LISTENERS,
     FullTensors,
-    OwnShards,
     coalescing_pays,
     configs_coalesce,
     emit,
     is_debugging,
     rank_major,
 )
-from fullshard.sharding.base.compat import local_shards
-from fullshard.sharding.base.memory import addresses_of
 from fullshard.sharding.base.states import LeaseKind, ShardedState
 from fullshard.sharding.gather.gathering import Gathering
+from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
 from fullshard.sharding.reduce.reduction import ReductionQueue
@@ -66,16 +61,13 @@ class Bucket:
             for each in gatherings
             if (strategy := each.coalescing) is not None
         ]
-        self._sharded = [param.sharded for group in groups for param in group.params]
+        params = [param for group in groups for param in group.params]
         specs = tuple(spec for each in gatherings for spec in each.layout.specs)
-        self._layout = rank_major(specs, gatherings[0].layout.world_size, 0)
+        layout = rank_major(specs, gatherings[0].layout.world_size, 0)
+        self._inputs = GatherInputs(params, layout)
         name = f"{groups[0].name} to {groups[-1].name}"
         self._config = replace(gatherings[0].config, name=name)
-        self._shards: list[torch.Tensor] = []
-        self._addresses: list[int] = []  # of those
-        self._own: OwnShards | None = None  # made of those
         self._full: FullTensors | None = None
-        self._in_flight: AllGatherInFlight | None = None
 
     @property
     def void(self) -> bool:
@@ -96,29 +88,22 @@ class Bucket:
             emit(EventKind.PREFETCH, group.name, rank=group.rank)
         for each, strategy, _ in self._made_of:
             each.announce(strategy)
-        shards = cast(list[torch.Tensor], local_shards(self._sharded))
-        addresses = addresses_of(shards)
-        same = addresses == self._addresses and all(map(is_, shards, self._shards))
-        if self._own is None or not same:
-            parts = [strategy.inputs.sends(config) for _, strategy, config in self._made_of]
-            travel = [shard for part in parts for shard in part.tensors]
-            self._shards, self._own = shards, OwnShards(travel, self._layout, self._config)
-            self._addresses = addresses
-        self._in_flight = self._own.gather(self._config)
-        if not all(strategy.inputs.as_stored for _, strategy, _ in self._made_of):
-            self._shards, self._own = [], None  # copies, which no object keeps
+        in_flight = self._inputs.sends(self._config).gather(self._config)
         for group in ahead_of:
             group.leases.hold(LeaseKind.PREFETCH)
         for each, _, _ in self._made_of:
-            each.begin(self)
+            each.begin(in_flight, self)
         return True
 
-    def finish(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
-        """Wait and copies the parts of all groups out; later calls do nothing.
+    def finish(
+        self, in_flight: AllGatherInFlight, *, user_may_write: bool, no_graph_alias: bool
+    ) -> None:
+        """Wait and copy the parts of all groups out; later calls only wait.
 
         Every group gets its memory now; those that gave their part up give it back.
         """
-        if self._in_flight is None:
+        if in_flight.buffer is None:
+            in_flight.wait()  # raises again if it did
             return
         for _, strategy, _ in self._made_of:
             strategy.memory.allocate()
@@ -126,20 +111,17 @@ class Bucket:
             outputs = [
                 fill for _, strategy, _ in self._made_of for fill in strategy.memory.write_views
             ]
-            self._full = FullTensors(outputs, self._layout, self._config)
-        self._full.fill(self._in_flight)
-        self._in_flight = None
+            self._full = FullTensors(outputs, self._inputs.layout, self._config)
+        self._full.fill(in_flight)
         for each, strategy, _ in self._made_of:
             if each.state is ShardedState.SHARDED:
                 strategy.memory.free()
 
-    def discard(self) -> None:
+    def discard(self, in_flight: AllGatherInFlight) -> None:
         """Give one group's part up; wait with the last."""
-        in_flight = self._in_flight
-        wanted = any(each.in_flight is self for each, _, _ in self._made_of)
-        if in_flight is not None and in_flight.buffer is not None and not wanted:
+        wanted = any(each.in_flight is in_flight for each, _, _ in self._made_of)
+        if in_flight.buffer is not None and not wanted:
             in_flight.discard()
-            self._in_flight = None
 
 
 class Buckets:
