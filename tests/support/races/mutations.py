@@ -214,7 +214,7 @@ MUTATIONS = [
     ),
     M(
         HybridReduce,
-        "launch",
+        "_launch",
         "earlier.wait().output",
         "earlier.output",
         "partial-not-last",

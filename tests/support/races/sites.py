@@ -50,7 +50,7 @@ LEFT_OUT: dict[Site, str] = {
     ): "bounds memory, as ReduceInFlight.finish",
     ("AllReduceInFlight.wait", "wait_for(self._reduction.plan.config, self._work)"): _WORK,
     ("ReducePlan._launch_parts", "config.streams.record(config.streams.reduce)"): _SAME_HOST,
-    ("AliasReduce.launch", "setup.config.streams.record()"): "a gradient stays where it was made",
+    ("AliasReduce._launch", "config.streams.record()"): "a gradient stays where it was made",
     ("_launched", "work.wait()"): "of a synchronous collective, which is in order already",
     ("AllToAllTransport.reduce_scatter", "reducing.wait()"): (
         "of a synchronous collective; it adds what came, on the same stream"

@@ -28,7 +28,7 @@ from fullshard.sharding.mesh.subgroups import known_subgroup
 from fullshard.sharding.optim.rules import STEP_NUMBERS
 from fullshard.sharding.params.lookup import owner_of, sharded_of
 from fullshard.sharding.params.registry import registry_of
-from fullshard.sharding.reduce.reduction import PlainReduce
+from fullshard.sharding.reduce.strategies import PlainReduce
 
 __all__ = [
     "PLAIN",

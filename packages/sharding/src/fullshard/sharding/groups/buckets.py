@@ -131,7 +131,7 @@ class Buckets:
         gathered: the order that they were learnt from.
         gathers: the buckets.
         of: the bucket of each group that has one.
-        reductions: the queue of reductions of groups that share a gather.
+        reductions: where reductions wait for those of groups that are gathered before or after.
     """
 
     def __init__(self, queue: ReductionQueue) -> None:
@@ -152,7 +152,7 @@ class Buckets:
             self.gathers.append(Bucket(groups))
             self.of.update(dict.fromkeys(groups, self.gathers[-1]))
         for groups in _divide(gathered, lambda group: True):
-            waiting = CoalescedReduction(len(groups), self._queue)
+            waiting = CoalescedReduction(len(groups))
             self.reductions.append(waiting)
             for group in groups:
                 group.gradients.bucket = waiting
@@ -160,7 +160,7 @@ class Buckets:
     def clear(self) -> None:
         """Launch reductions that wait, and let each group communicate by itself."""
         for waiting in self.reductions:
-            waiting.flush()
+            self._queue.launch(waiting.pop())
         for group in dict.fromkeys(self.gathered):
             group.gradients.bucket = None
         self.gathers.clear()

@@ -1,7 +1,7 @@
 """A parameter group: a state machine that leases hold unsharded.
 
 ``FSDPParamGroup`` decides when a group is gathered and resharded. ``Gathering`` does both, and
-``GroupGradients`` reduces gradients. Modules and their hooks are in ``hooks``.
+``GroupGradients`` collects gradients. Modules, hooks and the schedule are in ``hooks``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.lookup import owner_of
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.reduce.gradients import GroupGradients
-from fullshard.sharding.reduce.reduction import SharedComm
+from fullshard.sharding.reduce.reduction import ReadyReductions, SharedComm
 
 __all__ = ["FSDPParamGroup", "group_of"]
 
@@ -248,7 +248,8 @@ class FSDPParamGroup:
         if self.gathering.state in (ShardedState.UNSHARDING, ShardedState.UNSHARDED):
             return False
         self.leases.hold(LeaseKind.PREFETCH)
-        emit(EventKind.PREFETCH, self.name, rank=self.rank)
+        if LISTENERS:
+            emit(EventKind.PREFETCH, self.name, rank=self.rank)
         return self.gathering.unshard(async_op=True)
 
     def unshard_by_hand(self, *, async_op: bool) -> None:
@@ -291,42 +292,47 @@ class FSDPParamGroup:
             self.leases.release(LeaseKind.GRAPH, number)
             self.release(LeaseKind.BACKWARD, number)
 
-    def end_pass(self, ended: ForwardPass, *, reduce: bool) -> bool:
+    def end_pass(self, ended: ForwardPass) -> bool:
         """End the backward of ``ended``, and return whether it was the last outstanding one.
 
-        Args:
-            ended: whose backward reached the inputs.
-            reduce: after the last, reduce, and keep the group as its module decides; if False, the
-                caller decides both.
+        The backward reached the inputs. ``pop_ready`` follows.
         """
-        number = ended.number
         if ended in self._begun:
             self._begun.remove(ended)
-        last = self.generation.end(number) or (ended.recompute and not self.generation.outstanding)
-        self.gradients.grads_after_reduce |= reduce and not last and self.gradients.reduced
         if LISTENERS:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
-        taken = self.gradients.pop_ready(reduce=last and reduce)
-        self._release_backward(number, keep=reduce and self.keeps)
-        self.gradients.reduce(taken)
-        return last
+        generation = self.generation
+        return generation.end(ended.number) or (ended.recompute and not generation.outstanding)
 
-    def reduce_in_turn(self) -> None:
-        """Reduce whatever gradients there are; where there are none, take part with zeros."""
+    def pop_ready(self, number: int, *, reduce: bool, keep: bool) -> ReadyReductions:
+        """Release what a forward holds for its backward, and return the reductions to launch now.
+
+        Args:
+            number: of the forward.
+            reduce: whether it is time to reduce.
+            keep: the group stays unsharded.
+        """
+        ready = self.gradients.pop_ready(reduce=reduce)
+        self._release_backward(number, keep=keep)
+        return ready
+
+    def pop_in_turn(self) -> ReadyReductions:
+        """Return the reductions of all gradients; where there are none, take part with zeros."""
         if not self.gradients.is_set_up:  # then its gather is not prepared either
             self.gathering.prepare()
-        self.gradients.reduce(self.gradients.pop_ready(reduce=True))
+        return self.gradients.pop_ready(reduce=True)
 
-    def finish_backward(self, *, keep: bool, keep_ahead: bool) -> str:
+    def finish_backward(self, *, keep: bool, keep_ahead: bool) -> ReadyReductions:
         """End all that backward began and did not end: called once, when all of backward is over.
+
+        ``GroupGradients.end_of_backward`` follows, once the reductions are launched.
 
         Args:
             keep: the group stays unsharded, if backward reached it.
             keep_ahead: a gather ahead of use that no module claimed stays for the next backward.
 
         Returns:
-            An error message if a parameter received a gradient after its group was reduced, or an
-            empty string. The other groups end first, as on ranks without an error.
+            The reductions to launch now.
         """
         # A pass in a tied group may be closed already, by the first of its groups to finish.
         begun, self._begun = self._begun, []
@@ -344,27 +350,18 @@ class FSDPParamGroup:
             self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE)
             if not keep_ahead:
                 self.leases.drop(LeaseKind.PREFETCH)
-        if still_open:
+        if still_open and LISTENERS:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
-        gradients, accumulation = self.gradients, self.gradients.accumulation
+        gradients = self.gradients
         if gradients.unannounced:  # the graph that holds it may live on, and hide the gradients
             self.leases.drop(LeaseKind.GRAPH, LeaseKind.KEPT)
-        waiting = accumulation.waiting
-        reached = gradients.in_backward or gradients.in_unsynced_backward or waiting
-        done = gradients.reduced and not gradients.grads_after_reduce
-        late = ", ".join(accumulation.names) if done and waiting else ""
-        taken = () if done and not waiting else gradients.pop_ready(reduce=reached and not done)
+        if not gradients.reduced or gradients.grads_after_reduce:
+            reached = gradients.in_backward or gradients.in_unsynced_backward
+            reached = reached or gradients.accumulation.waiting
+            return self.pop_ready(0, reduce=reached, keep=reached and keep)
         if self.gathering.state is not ShardedState.SHARDED:
-            self._release_backward(0, keep=reached and keep)
-        if taken:
-            gradients.reduce(taken)
-        gradients.end_of_backward(waiting=waiting and accumulation.waiting)
-        return late and (
-            f"{late} received a gradient after parameter group {self.name!r} had been "
-            "reduced, so the sharded gradient lacks it; give the module's inputs a path to every "
-            "output that is used, or shard the part that has none by itself; under torch.autocast, "
-            "which caches casts of parameters, use one region per call, or cache_enabled=False"
-        )
+            self._release_backward(0, keep=keep)
+        return ()
 
     def _release_backward(self, number: int, *, keep: bool) -> None:
         """Return what forward ``number`` holds for its backward; its gradients were taken."""

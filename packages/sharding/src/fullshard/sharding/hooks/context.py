@@ -263,7 +263,7 @@ class RootContext:
         for group in self.record.used:
             group.gradients.leave_backward()
         for waiting in self._buckets.reductions:
-            waiting.flush()
+            self.shared.queue.launch(waiting.pop())
         self.shared.queue.seal()
 
     def _finish_groups(self, *, is_last: bool) -> str:
@@ -279,7 +279,7 @@ class RootContext:
         self._end_unused()
         self._release_expired()
         for waiting in self._buckets.reductions:
-            waiting.flush()
+            self.shared.queue.launch(waiting.pop())
         if not error:
             self.shared.queue.seal()
         if is_last:

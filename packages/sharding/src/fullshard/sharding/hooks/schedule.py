@@ -163,7 +163,13 @@ class StepRecord:
 
 
 class Schedule:
-    """When does a group communicate? Here as its module runs."""
+    """When does a group communicate? Here as its module runs.
+
+    Attributes:
+        keeps: whether a group may stay unsharded after a backward.
+    """
+
+    keeps = True
 
     def __init__(self) -> None:
         """Initialise without a root."""
@@ -220,11 +226,18 @@ class Schedule:
 
     def end_pass(self, group: FSDPParamGroup, ended: ForwardPass) -> None:
         """End the backward of ``ended`` in ``group``; reduce if it was the last outstanding."""
-        group.end_pass(ended, reduce=True)
+        last, gradients = group.end_pass(ended), group.gradients
+        gradients.grads_after_reduce |= gradients.reduced and not last
+        ready = group.pop_ready(ended.number, reduce=last, keep=group.keeps)
+        group.shared.queue.launch(ready)
 
     def finish_backward(self, group: FSDPParamGroup, *, is_last: bool) -> str:
-        """End all that backward left open in ``group``, and reduce it; see there for the result.
+        """End all that backward left open in ``group``, and reduce it.
 
-        ``is_last``: no other backward follows before the optimizer steps.
+        ``is_last``: no other backward follows before the optimizer steps. Returns an error message;
+        see ``GroupGradients.end_of_backward``.
         """
-        return group.finish_backward(keep=group.keeps, keep_ahead=not is_last)
+        keep, keep_ahead = self.keeps and group.keeps, self.keeps and not is_last
+        ready = group.finish_backward(keep=keep, keep_ahead=keep_ahead)
+        group.shared.queue.launch(ready)
+        return group.gradients.end_of_backward()

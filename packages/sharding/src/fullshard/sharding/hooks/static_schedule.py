@@ -60,6 +60,8 @@ class Step:
 class StaticSchedule(Schedule):
     """All ranks follow one order; see [Note: canonical order]."""
 
+    keeps = False
+
     def __init__(self, events: Sequence[Event], slack: int) -> None:
         """Take the order from ``events``: those of the modules under a root."""
         self._states = [event.state for event in events if event.ends]
@@ -153,7 +155,9 @@ class StaticSchedule(Schedule):
         The reduction of a group of several modules waits for its turn: a forward that a checkpoint
         has yet to compute again is not outstanding.
         """
-        if group.end_pass(ended, reduce=False) and group not in self._repeated:
+        last = group.end_pass(ended)
+        group.pop_ready(ended.number, reduce=False, keep=False)
+        if last and group not in self._repeated:
             self._advance(self._position[Step(group, reduces=True)] + 1)
 
     def finish_backward(self, group: FSDPParamGroup, *, is_last: bool) -> str:
@@ -162,8 +166,8 @@ class StaticSchedule(Schedule):
         All ranks reduce what no rank has reduced yet: what ``finalize_backward`` is to reduce.
         """
         if not group.gradients.reduced:
-            group.reduce_in_turn()
-        return group.finish_backward(keep=False, keep_ahead=False)
+            group.shared.queue.launch(group.pop_in_turn())
+        return super().finish_backward(group, is_last=is_last)
 
     def _advance(self, end: int) -> None:
         while self._next < end:
@@ -184,7 +188,7 @@ class StaticSchedule(Schedule):
         if group in self._ahead:
             self._ahead.remove(group)
         group.drop_leases(LeaseKind.PREFETCH)
-        group.reduce_in_turn()
+        group.shared.queue.launch(group.pop_in_turn())
 
     def _drop(self, most: int) -> None:
         """Free gathered groups that were passed over, except the newest ``most``.

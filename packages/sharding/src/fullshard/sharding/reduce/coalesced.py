@@ -1,10 +1,10 @@
 """Coalesces the reductions of small groups that end their backwards one after another.
 
-Owns the gradients that wait for those of their neighbours. The queue is launched when all
-neighbours are there, when another reduction would exceed the cap (in bytes with padding, of all
-ranks' slices), and at the end of backward. All ranks see groups reduce in the same order, so they
-launch alike. Gradients wait as autograd made them, where the buckets of ``DistributedDataParallel``
-are memory of their own.
+Owns the gradients that wait for those of their neighbours. All are launched when the last is
+there, when another reduction would exceed the cap (in bytes with padding, of all ranks' slices),
+and at the end of backward. All ranks see groups reduce in the same order, so they launch alike.
+``ReductionQueue`` launches. Gradients wait as autograd made them, where the buckets of
+``DistributedDataParallel`` are memory of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from fullshard.comm.spi import coalescing_pays, configs_coalesce, rank_major
-from fullshard.sharding.reduce.reduction import Gradients, ReductionQueue, ReductionSetup
+from fullshard.sharding.reduce.reduction import ReadyReductions, ReductionSetup
+from fullshard.sharding.reduce.strategies import Gradients
 
 __all__ = ["CoalescedReduction"]
 
@@ -23,36 +24,38 @@ _MOST_KEPT = 16  # set-ups of launches; who changes settings at each step needs 
 class CoalescedReduction:
     """The reductions of small groups that are gathered one after another."""
 
-    def __init__(self, size: int, queue: ReductionQueue) -> None:
-        """Wait for ``size`` reductions, and launch them into ``queue``."""
+    def __init__(self, size: int) -> None:
+        """Wait for ``size`` reductions."""
         self._size = size
-        self._queue = queue
         self._waiting: dict[ReductionSetup, Gradients] = {}
         self._nbytes = 0
         self._together = lru_cache(_MOST_KEPT)(_coalesced)
 
-    def put(self, setup: ReductionSetup, gradients: Gradients, cap_mb: float) -> None:
-        """Take a reduction. At most ``cap_mb`` MiB travel together."""
-        if setup in self._waiting or self._nbytes + setup.nbytes > cap_mb * 2**20:
-            self.flush()
-        self._waiting[setup] = gradients
-        self._nbytes += setup.nbytes
-        if len(self._waiting) == self._size:
-            self.flush()
+    def put(self, given: ReadyReductions, cap_mb: float) -> ReadyReductions:
+        """Take the reductions of a group, and return those that are to be launched now.
 
-    def flush(self) -> None:
-        """Launch the waiting reductions."""
-        if not self._waiting:
-            return
+        At most ``cap_mb`` MiB travel together.
+        """
+        ready: list[tuple[ReductionSetup, Gradients]] = []
+        for setup, gradients in given:
+            if not setup.coalesces:
+                ready.append((setup, gradients))
+                continue
+            if setup in self._waiting or self._nbytes + setup.nbytes > cap_mb * 2**20:
+                ready += self.pop()
+            self._waiting[setup] = gradients
+            self._nbytes += setup.nbytes
+            if len(self._waiting) == self._size:
+                ready += self.pop()
+        return ready
+
+    def pop(self) -> ReadyReductions:
+        """Return and remove the waiting reductions: one for all if that is possible."""
         waiting, self._waiting, self._nbytes = self._waiting, {}, 0
         together = self._together(*waiting) if len(waiting) > 1 else None
         if together is None:
-            for setup, gradients in waiting.items():
-                self._queue.launch(setup, gradients)
-        else:
-            gradients = [each for some in waiting.values() for each in some]
-            waiting.clear()
-            self._queue.launch(together, gradients)
+            return list(waiting.items())
+        return [(together, [each for some in waiting.values() for each in some])]
 
     def abandon(self) -> None:
         """Drop the waiting reductions: their backward raised."""

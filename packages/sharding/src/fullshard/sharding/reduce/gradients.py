@@ -11,8 +11,8 @@ that it reruns twice reduce twice. Gradients of backwards without communication 
 until a backward communicates.
 
 [Note: ways] A small reduction is coalesced with reductions of the groups that are gathered before
-and after it; see ``buckets``. Other reductions are launched alone. The group's strategy launches
-the reduction; see [Note: reduce strategies].
+and after it; see ``buckets``. Other reductions are launched alone. ``ReductionQueue`` launches what
+is ready here.
 """
 
 from __future__ import annotations
@@ -27,31 +27,26 @@ import torch
 from torch import nn
 
 from fullshard.comm import (
-    EventKind,
     ReduceConfig,
     ReduceScatter,
     default_reduce_scatter,
     reduction_scaling,
 )
-from fullshard.comm.spi import LISTENERS, backend_averages, coalesced_cap_mb, emit, rank_major
+from fullshard.comm.spi import backend_averages, coalesced_cap_mb, rank_major
 from fullshard.sharding.base.compat import gradients_of, without_torch_function
 from fullshard.sharding.mesh.mesh_info import HSDPMeshInfo
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import WireForms
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
 from fullshard.sharding.reduce.reduction import (
-    Gradients,
-    PlainReduce,
+    ReadyReductions,
     ReduceSettings,
     ReductionSetup,
     SharedComm,
 )
-from fullshard.sharding.reduce.strategies import AliasReduce, HybridReduce
+from fullshard.sharding.reduce.strategies import AliasReduce, HybridReduce, PlainReduce
 
-__all__ = ["GroupGradients", "ReadyReductions"]
-
-ReadyReductions = Sequence[tuple[ReductionSetup, Gradients]]
-"""Unsharded gradients on their way into reductions, one per reduce dtype."""
+__all__ = ["GroupGradients"]
 
 _NEVER = nn.Parameter(torch.empty(0), requires_grad=False)  # has no gradient
 
@@ -182,7 +177,7 @@ class GroupGradients:
         settings: what users set; see ``change``.
         replicas: what follows a reduce-scatter.
         accumulation: gradients that are not reduced yet, and whether to reduce at all.
-        reductions: reductions launched so far.
+        reductions: reductions that were ready so far.
         in_backward: whether the present backward reached a forward of the group.
         in_unsynced_backward: whether a backward without synchronisation reached the group since the
             last reduction; this is equal on all ranks, but the set of gradients may differ.
@@ -244,11 +239,12 @@ class GroupGradients:
         return bool(self._setups)
 
     def pop_ready(self, *, reduce: bool) -> ReadyReductions:
-        """Return what is to be reduced now: nothing if it is not time, or synchronisation is off.
+        """Return the reductions to launch now: none if it is not time, or synchronisation is off.
 
-        Gradients that stay behind are kept in the reduce dtype. The reduction contains all
-        parameters that require a gradient now, with or without a gradient on this rank: its size
-        must not depend on what one rank happened to use.
+        There is one per reduce dtype, unless they wait for their neighbours. Gradients that stay
+        behind are kept in the reduce dtype. The reductions contain all parameters that require a
+        gradient now, with or without a gradient on this rank: their sizes must not depend on what
+        one rank happened to use.
 
         Args:
             reduce: whether it is time.
@@ -264,20 +260,13 @@ class GroupGradients:
         setups = self._setups.get(trainable)
         if setups is None:
             setups = self._set_up(trainable)
+        self.reductions += len(setups)
+        ready: ReadyReductions
         if len(setups) == 1 and len(setups[0].indices) == len(gradients):
-            return ((setups[0], gradients),)  # as most are
-        return [(setup, [gradients[index] for index in setup.indices]) for setup in setups]
-
-    def reduce(self, taken: ReadyReductions) -> None:
-        """Launch the reductions of ``taken``, or queue them for their neighbours."""
-        for setup, gradients in taken:
-            self.reductions += 1
-            if LISTENERS:
-                emit(EventKind.REDUCE, self.name, rank=setup.rank)
-            if self.bucket is not None and setup.coalesces:
-                self.bucket.put(setup, gradients, self.settings.cap_mb)
-            else:
-                self._shared.queue.launch(setup, gradients)
+            ready = ((setups[0], gradients),)  # as most are
+        else:
+            ready = [(each, [gradients[index] for index in each.indices]) for each in setups]
+        return ready if self.bucket is None else self.bucket.put(ready, self.settings.cap_mb)
 
     def _set_up(self, trainable: tuple[bool, ...]) -> Sequence[ReductionSetup]:
         """Return how ``trainable`` parameters are reduced; cached while the settings stay.
@@ -313,11 +302,9 @@ class GroupGradients:
             inputs_in_flight=settings.max_inputs,
             source=self._shared.source,
         )
-        strategy: PlainReduce = self.replicas
         ends_here = settings.hook is None and not self.replicas.has_all_reduce
         alone = config.collective.offers.aliases_input(config.process_group)
-        if ends_here and alone and scaling.is_identity:
-            strategy = AliasReduce()
+        aliases = ends_here and alone and scaling.is_identity
         varies = isinstance(settings.divide_factor, torch.Tensor)
         alike = settings.comm is None and not settings.zero_unused and not varies
         return ReductionSetup(
@@ -331,32 +318,44 @@ class GroupGradients:
             config=config,
             wire=self._wire,
             scaling=scaling,
-            strategy=strategy,
+            strategy=AliasReduce() if aliases else self.replicas,
             settings=settings,
             coalesces=ends_here and alike and settings.cap_mb > 0,
         )
 
-    def end_of_backward(self, *, waiting: bool) -> None:
-        """Reset the state of the group after a successful backward.
+    def end_of_backward(self) -> str:
+        """Reset the state of the group after a successful backward, whose reductions are launched.
 
-        ``waiting``: whether it left unsharded gradients.
+        Returns:
+            An error message if a parameter received a gradient after its group was reduced, or an
+            empty string. The other groups end first, as on ranks without an error.
         """
+        waiting = self.accumulation.waiting
+        done = self.reduced and not self.grads_after_reduce
+        late = ", ".join(self.accumulation.names) if done and waiting else ""
+        if late:
+            self.accumulation.stash()
         self.accumulation.end_of_backward(waiting=waiting)
         self.in_unsynced_backward |= self.in_backward and not self.reduced
         if self.replicas.has_all_reduce:
             self.replicas.end_of_backward()
         self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
+        return late and (
+            f"{late} received a gradient after parameter group {self.name!r} had been "
+            "reduced, so the sharded gradient lacks it; give the module's inputs a path to every "
+            "output that is used, or shard the part that has none by itself; under torch.autocast, "
+            "which caches casts of parameters, use one region per call, or cache_enabled=False"
+        )
 
     def leave_backward(self) -> None:
         """Note a backward that ended well, but that ``finalize_backward`` is to finish.
 
         A gradient that arrived after the reduction of the group is an error, which that raises.
         """
-        waiting, late = self.accumulation.waiting, self.grads_after_reduce
-        unannounced = self.unannounced
-        if waiting and self.reduced and not late:
+        late, unannounced = self.grads_after_reduce, self.unannounced
+        if self.reduced and not late and self.accumulation.waiting:
             return
-        self.end_of_backward(waiting=waiting)
+        self.end_of_backward()
         self.in_unsynced_backward |= late
         self.unannounced = unannounced
 

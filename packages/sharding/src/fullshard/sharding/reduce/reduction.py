@@ -1,6 +1,6 @@
 """Reductions, from their launch until the sharded gradients are in place.
 
-Owns the contract of a reduction, ``PlainReduce``, and the queue of a root: the limit of concurrent
+Owns how a group reduces (``ReductionSetup``) and the queue of a root: the limit of concurrent
 reductions, and the commit at the end of backward. At most one device-to-host copy shows which
 parameters any rank used. [Note: whose gradients] What a reduction gives becomes ``.grad`` and
 belongs to the user from then on: no later reduction fills that memory again, and
@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import compress, islice
+from itertools import compress, islice, repeat
+from operator import is_not
 from typing import Any
 
 import torch
@@ -27,15 +28,12 @@ from fullshard.comm import (
     Layout,
     ReduceConfig,
     ReducedShards,
-    ReduceInFlight,
     ReduceScaling,
     ReduceScatter,
 )
 from fullshard.comm.spi import (
     LISTENERS,
-    AllReduceInFlight,
     BufferSource,
-    ReducePlan,
     emit,
     host_values,
     traits_of,
@@ -49,25 +47,9 @@ from fullshard.sharding.base.compat import (
 from fullshard.sharding.base.policies import declares
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import Offload, WireForms
+from fullshard.sharding.reduce.strategies import Gradients, InFlight, Launch, PlainReduce
 
-__all__ = [
-    "Gradients",
-    "InFlight",
-    "PlainReduce",
-    "ReduceSettings",
-    "ReductionQueue",
-    "ReductionSetup",
-    "SharedComm",
-]
-
-Gradients = list[torch.Tensor | None]
-"""Per parameter of a reduction the full gradient; None where this rank has none.
-
-Whoever launches the reduction empties the list, so that the gradients are freed.
-"""
-
-InFlight = ReduceInFlight | AllReduceInFlight
-"""A reduction in flight, whatever follows its reduce-scatter."""
+__all__ = ["ReadyReductions", "ReduceSettings", "ReductionQueue", "ReductionSetup", "SharedComm"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,7 +92,7 @@ class ReductionSetup:
         config: what comm is given.
         wire: who knows in what form gradients travel.
         scaling: how it is scaled, what follows the reduce-scatter counted in.
-        strategy: how it is launched.
+        strategy: how it is launched, and what follows; see [Note: reduce strategies].
         settings: what the user set.
         coalesces: whether it may share a launch with its neighbours'.
     """
@@ -128,9 +110,11 @@ class ReductionSetup:
     coalesces: bool
 
     @cached_property
-    def plan(self) -> ReducePlan:
-        """How comm reduces it."""
-        return self.wire.reduction(self.layout, [p.grad_sent for p in self.params], self.config)
+    def launch(self) -> Launch:
+        """The function that launches it."""
+        forms = [param.grad_sent for param in self.params]
+        plan = self.wire.reduction(self.layout, forms, self.config)
+        return self.strategy.launch_of(plan, self.params, self.scaling)
 
     @cached_property
     def nbytes(self) -> int:
@@ -144,35 +128,8 @@ class ReductionSetup:
         return {id(each): each for each in policies if not declares(each, "stages_out_nothing")}
 
 
-class PlainReduce:
-    """A reduce-scatter is all there is, as each shard is held once; see [Note: reduce strategies].
-
-    Attributes:
-        all_reduce_enabled: whether reductions give gradients now, or keep them for a later one.
-        has_all_reduce: whether anything follows the reduce-scatter.
-    """
-
-    all_reduce_enabled = True
-    has_all_reduce = False
-
-    def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
-        """Return the whole reduction, in flight."""
-        return setup.plan.launch(gradients)
-
-    @property
-    def unsynced(self) -> bool:
-        """Whether anything is kept for a later reduction."""
-        return False
-
-    def synchronise(self, enabled: bool) -> None:
-        """Turn what follows the reduce-scatter on or off."""
-
-    def end_of_backward(self) -> None:
-        """Take notice that a backward ended well."""
-
-    def abandon(self, *, keep: bool) -> None:
-        """Drop what a backward that did not end kept; all if not ``keep``."""
-
+ReadyReductions = Sequence[tuple[ReductionSetup, Gradients]]
+"""Reductions that are to be launched now, and the full gradients on their way into each."""
 
 # -- the queue ------------------------------------------------------------------------------------
 
@@ -183,7 +140,7 @@ class _Pending:
 
     Attributes:
         setup: what it carries.
-        in_flight: what its strategy returned.
+        in_flight: the reduce-scatter, with what follows it.
         all_reduce_enabled: whether it gives gradients; else they are kept for a later one.
         used_here: whether this rank had a gradient for each, if it lacked one, so that the
             used-parameter mask has to be read.
@@ -238,19 +195,22 @@ class ReductionQueue:
         """Return how many were launched and not committed."""
         return len(self._pending)
 
-    def launch(self, setup: ReductionSetup, gradients: Gradients) -> None:
-        """Launch a reduction once there is room."""
-        while len(self._travelling) >= setup.config.inputs_in_flight:
-            self._travelling.popleft().in_flight.finish()
-        used_here = [each is not None for each in gradients]
-        reduction = _Pending(
-            setup=setup,
-            in_flight=setup.strategy.launch(setup, gradients),
-            all_reduce_enabled=setup.strategy.all_reduce_enabled,
-            used_here=None if setup.settings.zero_unused or all(used_here) else used_here,
-        )
-        self._pending.append(reduction)
-        self._travelling.append(reduction)
+    def launch(self, ready: ReadyReductions) -> None:
+        """Launch reductions, each once there is room."""
+        for setup, gradients in ready:
+            for name in setup.names if LISTENERS else ():
+                emit(EventKind.REDUCE, name, rank=setup.rank)
+            while len(self._travelling) >= setup.config.inputs_in_flight:
+                self._travelling.popleft().in_flight.finish()
+            used_here = list(map(is_not, gradients, repeat(None)))
+            reduction = _Pending(
+                setup=setup,
+                in_flight=setup.launch(gradients),
+                all_reduce_enabled=setup.strategy.all_reduce_enabled,
+                used_here=None if setup.settings.zero_unused or all(used_here) else used_here,
+            )
+            self._pending.append(reduction)
+            self._travelling.append(reduction)
 
     def _take_all(self) -> list[_Pending]:
         pending, self._pending = self._pending, []

@@ -1,22 +1,76 @@
-"""The ways to reduce that are not one reduce-scatter, one class each, chosen once.
+"""The ways to reduce, one class each, chosen once.
 
-[Note: reduce strategies] ``PlainReduce`` is the contract: given how to reduce and the gradients,
-launch, and return what is in flight. ``AliasReduce`` uses the gradients of a world of one directly.
-``HybridReduce`` also reduces over replicas (HSDP). The engine never asks which one it has, where
-torch's ``fully_shard`` passes flags and optional groups down one long function.
+[Note: reduce strategies] ``PlainReduce`` is the contract, and the identity: what a collective's
+``ReducePlan`` launches is the whole reduction. ``AliasReduce`` uses the gradients of a world of one
+directly. ``HybridReduce`` also reduces over replicas (HSDP). The engine never asks which one it
+has, where torch's ``fully_shard`` passes flags and optional groups down one long function.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import ReducedShards, ReduceInFlight, all_reduce_shards
+from fullshard.comm import ReducedShards, ReduceInFlight, ReduceScaling, all_reduce_shards
+from fullshard.comm.spi import AllReduceInFlight, ReducePlan
 from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.reduce.reduction import Gradients, InFlight, PlainReduce, ReductionSetup
 
-__all__ = ["AliasReduce", "HybridReduce"]
+__all__ = ["AliasReduce", "Gradients", "HybridReduce", "InFlight", "Launch", "PlainReduce"]
+
+Gradients = list[torch.Tensor | None]
+"""Per parameter of a reduction the full gradient; None where this rank has none.
+
+The launch of the reduction empties the list, so that the gradients are freed.
+"""
+
+InFlight = ReduceInFlight | AllReduceInFlight
+"""A reduction in flight, whatever follows its reduce-scatter."""
+
+Launch = Callable[[Gradients], InFlight]
+"""Launches a reduction, empties the list of gradients, and returns what is in flight."""
+
+
+class PlainReduce:
+    """A reduce-scatter is all there is, as each shard is held once; see [Note: reduce strategies].
+
+    Attributes:
+        all_reduce_enabled: whether reductions give gradients now, or keep them for a later one.
+        has_all_reduce: whether anything follows the reduce-scatter.
+    """
+
+    all_reduce_enabled = True
+    has_all_reduce = False
+
+    def launch_of(
+        self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
+    ) -> Launch:
+        """Return the function that launches whole reductions.
+
+        Args:
+            plan: launches the reduce-scatter.
+            params: the parameters whose gradients are reduced.
+            scaling: of the whole reduction.
+        """
+        return plan.launch
+
+    @property
+    def unsynced(self) -> bool:
+        """Whether anything is kept for a later reduction."""
+        return False
+
+    def synchronise(self, enabled: bool) -> None:
+        """Turn what follows the reduce-scatter on or off."""
+
+    def end_of_backward(self) -> None:
+        """Take notice that a backward ended well."""
+
+    def abandon(self, *, keep: bool) -> None:
+        """Drop what a backward that did not end kept; all if not ``keep``."""
+
 
 # -- a world of one -------------------------------------------------------------------------------
 
@@ -27,21 +81,28 @@ class AliasReduce(PlainReduce):
     Gradients that are missing or need a cast are reduced by the collective.
     """
 
-    def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
+    def launch_of(
+        self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
+    ) -> Launch:
+        """Return a function that launches nothing where gradients can be used directly."""
+        return partial(self._launch, plan)
+
+    def _launch(self, plan: ReducePlan, gradients: Gradients) -> InFlight:
         """Return the gradients if all can be used directly; otherwise reduce-scatter."""
-        dtype, shards = setup.layout.buffer.dtype, []
-        for gradient, spec in zip(gradients, setup.layout.specs, strict=True):
+        config, shards = plan.config, []
+        for gradient, spec in zip(gradients, plan.layout.specs, strict=True):
             if (
                 gradient is None
                 or not is_plain(gradient)
-                or gradient.dtype is not dtype
+                or gradient.dtype is not plan.layout.buffer.dtype
                 or not gradient.is_contiguous()
-                or gradient.device != setup.config.device
+                or gradient.device != config.device
             ):
-                return setup.plan.launch(gradients)
+                return plan.launch(gradients)
             shards.append(gradient.view(spec.laid_shape))
+        gradients.clear()
         result = ReducedShards(shards=shards, mask=None, output=shards[0])
-        return ReduceInFlight(setup.plan, None, setup.config.streams.record(), result=result)
+        return ReduceInFlight(plan, None, config.streams.record(), result=result)
 
 
 # -- replicas -------------------------------------------------------------------------------------
@@ -72,21 +133,33 @@ class HybridReduce(PlainReduce):
         """Whether partial results wait for an all-reduce."""
         return bool(self._partial or self._ended)
 
-    def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
+    def launch_of(
+        self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
+    ) -> Launch:
+        """Return a function whose reductions are all-reduced, or kept for a later one."""
+        return partial(self._launch, plan, params, scaling)
+
+    def _launch(
+        self,
+        plan: ReducePlan,
+        params: tuple[FSDPParam, ...],
+        scaling: ReduceScaling,
+        gradients: Gradients,
+    ) -> InFlight:
         """Return the reduction with its all-reduce, or one that is kept for a later one."""
         for key, earlier in self._ended:
             output = earlier.wait().output
             self._partial[key] = self._partial[key].add_(output) if key in self._partial else output
         self._ended.clear()
-        reduction = setup.plan.launch(gradients)
-        key = (setup.params, setup.layout.buffer.dtype)
+        reduction = plan.launch(gradients)
+        key = (params, plan.layout.buffer.dtype)
         if not self.all_reduce_enabled:
             self._begun.append((key, reduction))
             return reduction
         # a backward may reduce twice; see [Note: one reduction]
-        partial = None if key in self._sent else self._partial.get(key)
+        partial_sum = None if key in self._sent else self._partial.get(key)
         self._sent.append(key)
-        return all_reduce_shards(reduction, self._process_group, setup.scaling, partial)
+        return all_reduce_shards(reduction, self._process_group, scaling, partial_sum)
 
     def synchronise(self, enabled: bool) -> None:
         """Turn the all-reduce on or off."""
