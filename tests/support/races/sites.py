@@ -41,7 +41,6 @@ LEFT_OUT: dict[Site, str] = {
     ("CommStreams.retire", "self._collect(owner, keep)"): _MEMORY,
     ("CommStreams.collect_all", "self._collect(owner, 0)"): _MEMORY,
     ("RootContext.commit", "self.shared.streams.collect_all()"): _MEMORY,
-    ("ReduceInFlight.finish", "self.wait()"): "bounds memory: inputs wait for the same event",
     ("ReduceInFlight.launched", "wait_for(config, work)"): _WORK,
     ("ReduceInFlight.wait", "wait_for(self.plan.config, self.work)"): _WORK,
     (

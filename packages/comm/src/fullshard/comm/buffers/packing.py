@@ -58,32 +58,24 @@ def write_gradients(
         used: what stands in the mask for those that are there.
         left_out: numbers of gradients in whose places nothing is written, if they are there.
     """
-    rows, dtype = packed.stacked, packed.tensor.dtype
+    layout, rows, dtype = packed.layout, packed.stacked, packed.tensor.dtype
     present = cast("Sequence[torch.Tensor]", gradients)
     alike = set(map(getattr, gradients, repeat("dtype"), repeat(None))) == {dtype}
     if rows is None or left_out or not (alike and all(map(torch.Tensor.is_contiguous, present))):
         _copy(packed, gradients, used, left_out)
         return
-    _copy_rows(packed, rows, present, used)
-    if rows.shape[0] < len(packed.ranks):
-        compat.foreach_zero(packed.gaps)
-        packed.mask.fill_(used)
-
-
-def _copy_rows(
-    packed: Buffer, rows: torch.Tensor, gradients: Sequence[torch.Tensor], used: float
-) -> None:
-    """Copy contiguous gradients into ``rows``, ``[n, slice_numel]``: one row per rank."""
-    layout = packed.layout
-    first, count, world = packed.ranks.start, rows.shape[0], layout.world_size
-    if len(packed.ranks) < world:
+    first, count = packed.ranks.start, rows.shape[0]  # one row per rank
+    if len(packed.ranks) < layout.world_size:
         held = views.pieces_within(layout, range(first, first + count))
-        both = zip(gradients, held, strict=True)
-        gradients = [each.narrow(0, at.start, count * at.shard_shape[0]) for each, (at,) in both]
+        both = zip(present, held, strict=True)
+        present = [each.narrow(0, at.start, count * at.shard_shape[0]) for each, (at,) in both]
     if used not in packed.tails:
         tail = tail_of(layout, used, rows.device)
         packed.tails[used] = () if tail is None else (tail.narrow(0, first, count),)
-    compat.side_by_side((*gradients, *packed.tails[used]), rows)
+    compat.side_by_side((*present, *packed.tails[used]), rows)
+    if count < len(packed.ranks):
+        compat.foreach_zero(packed.gaps)
+        packed.mask.fill_(used)
 
 
 def _copy(

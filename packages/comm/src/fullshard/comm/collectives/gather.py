@@ -235,11 +235,6 @@ class _Rows:
             sizes.append(padding)
         return cls(layout, sizes, targets)
 
-    def fill(self, buffer: Buffer) -> None:
-        """Copy what a buffer holds."""
-        assert buffer.stacked is not None, "the layout is even"
-        compat.split_rows(buffer.stacked, self.sizes, self.targets)
-
 
 class FullTensors:
     """Tensors that gathers of one layout fill, again and again.
@@ -274,10 +269,10 @@ class FullTensors:
         config, layout = in_flight.config, in_flight.layout
         assert self._layout is layout or self._layout == layout, "they were made for another"
         with named_range("all_gather_copy_out", config.name) if is_profiled() else NOTHING:
-            buffer = in_flight.take()
+            buffer, rows = in_flight.take(), self._rows
             in_flight.wait()
-            if self._rows is not None and self._rows.layout is buffer.layout:
-                self._rows.fill(buffer)
+            if rows is not None and rows.layout is buffer.layout and buffer.stacked is not None:
+                compat.split_rows(buffer.stacked, rows.sizes, rows.targets)
             else:
                 arrived = self._decode(buffer) if self._coded else buffer.all_pieces
                 compat.foreach_copy(self._pieces, arrived)

@@ -89,12 +89,6 @@ class ReduceInFlight:
         )
         return self.given
 
-    def finish(self) -> None:
-        """As ``wait()``, which is all there is to do."""
-        self.wait()
-
-    discard = finish
-
     def wait(self) -> ReducedShards:
         """The reduced shards, usable on the current stream; later calls give the same.
 
@@ -109,13 +103,15 @@ class ReduceInFlight:
         self.plan.config.streams.current().wait_event(self.event)
         return self.result
 
+    finish = discard = wait  # nothing follows
+
     def launched(self, work: dist.Work | None) -> None:
         """Take the handle of its collective; None: it is over."""
         config = self.plan.config
         if work is not None and not config.streams.asynchronous_work:
             work.wait()  # makes the reduce stream wait, not the host
         elif work is not None:
-            if not (traits_of(config.device).queued and is_over(work)):
+            if not (self.plan.on_device and is_over(work)):
                 self.work = work
                 return
             wait_for(config, work)  # now, so that the next backward has the memory of the input
@@ -150,6 +146,7 @@ class ReducePlan:
     Attributes:
         layout: where things lie.
         config: collective, ranks, streams, scaling.
+        on_device: whether inputs are in memory of a device that queues its work.
     """
 
     def __init__(self, layout: Layout, config: ReduceConfig) -> None:
@@ -160,6 +157,7 @@ class ReducePlan:
         """
         self.layout = layout
         self.config = config
+        self.on_device = traits_of(config.device).queued
         self._rank = checks.check_world(layout, config.process_group, config.name)
         checks.check_reducible(layout, config.name)
         self._narrow = for_first_ranks(layout)

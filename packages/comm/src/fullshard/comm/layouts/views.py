@@ -43,14 +43,15 @@ class _Strided:
 def viewed(buffer: torch.Tensor, plans: Sequence[_Strided]) -> list[torch.Tensor]:
     """The planned views; the buffer itself is seen through each dtype once."""
     bases = {buffer.dtype: buffer}
-    for dtype in {plan.dtype for plan in plans} - bases.keys():
-        with torch.inference_mode(False):  # training uses these views too
-            bases[dtype] = buffer.view(dtype)
-    starts = {dtype: int(base.storage_offset()) for dtype, base in bases.items()}
-    return [
-        bases[plan.dtype].as_strided(plan.size, plan.stride, starts[plan.dtype] + plan.offset)
-        for plan in plans
-    ]
+    views = []
+    for plan in plans:
+        if plan.dtype not in bases:
+            with torch.inference_mode(False):  # training uses these views too
+                bases[plan.dtype] = buffer.view(plan.dtype)
+        base = bases[plan.dtype]
+        start = int(base.storage_offset()) + plan.offset
+        views.append(base.as_strided(plan.size, plan.stride, start))
+    return views
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -152,10 +152,13 @@ def without_torch_function() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+_grad_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
+
+
 def gradients_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return the gradient of each parameter."""
     with without_torch_function():
-        return [param.grad for param in params]
+        return list(map(_grad_of, params))
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -20,9 +20,10 @@ __all__ = [
 
 def in_compiled_autograd() -> bool:
     """Return whether compiled autograd captures backwards now (its own flags)."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported: not in use
-    flags = ("compiled_autograd_enabled", "in_compiled_autograd_region")
-    return module is not None and any(getattr(module, flag) for flag in flags)
+    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported: not in use
+    if module is None:
+        return False
+    return bool(module.compiled_autograd_enabled or module.in_compiled_autograd_region)
 
 
 def may_hook_saved_tensors(own: type) -> bool:

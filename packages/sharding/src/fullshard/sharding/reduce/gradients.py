@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ from fullshard.sharding.reduce.strategies import AliasReduce, HybridReduce, Plai
 
 __all__ = ["GroupGradients"]
 
+_requires_grad = attrgetter("requires_grad")
 _NEVER = nn.Parameter(torch.empty(0), requires_grad=False)  # has no gradient
 
 
@@ -93,7 +94,7 @@ class Accumulation:
         """Of each parameter, whether it requires a gradient now."""
         self._look()
         with without_torch_function():
-            return tuple([param.requires_grad for param in self._own])
+            return tuple(map(_requires_grad, self._own))
 
     @property
     def names(self) -> list[str]:

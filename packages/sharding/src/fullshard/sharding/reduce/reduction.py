@@ -155,13 +155,13 @@ class _Pending:
 
     def stage_out(self, result: ReducedShards, used: Sequence[bool] | None) -> None:
         """Begin to bring the gradients of the ``used`` parameters where they live; None: all."""
-        given = (
-            zip(self.setup.params, result.shards, strict=True) if self.all_reduce_enabled else ()
-        )
-        self.staged = [
-            (param, shard if shard.dtype is param.lands_in else param.stage_gradient(shard))
-            for param, shard in (given if used is None else compress(given, used))
-        ]
+        if not self.all_reduce_enabled:
+            return
+        given = zip(self.setup.params, result.shards, strict=True)
+        for param, shard in given if used is None else compress(given, used):
+            if shard.dtype is not param.lands_in:
+                shard = param.stage_gradient(shard)
+            self.staged.append((param, shard))
 
     def commit(self) -> list[nn.Parameter]:
         """Add what ``stage_out`` brought to the sharded gradients; the first becomes them.
@@ -243,7 +243,7 @@ class ReductionQueue:
                 offloads[key, result.output.device] = offload
         for (_, device), offload in offloads.items():
             offload.arrived(device)
-        committed = [reduction.commit() for reduction in pending]
+        committed = list(map(_Pending.commit, pending))
         for reduction, params in zip(pending, committed, strict=True):
             for param in params:  # a hook may raise, so no gradient waits for it
                 for hook in list(hooks_after_accumulation(param).values()):
