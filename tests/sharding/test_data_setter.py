@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import fully_shard
+from fullshard.sharding import fully_shard, take_over_data
 from support.ranks import distributed
 
 
@@ -89,6 +92,7 @@ def _assigned(model: Any) -> None:
 def test_what_is_put_into_a_sharded_parameter_is_used_and_trained(
     change: Callable[[Any], None],
 ) -> None:
+    take_over_data()
     model, optimizer = used()
     change(model)
     if change is _assigned:
@@ -98,6 +102,7 @@ def test_what_is_put_into_a_sharded_parameter_is_used_and_trained(
 
 @distributed(2)
 def test_an_average_is_swapped_in_and_out_under_mixed_precision() -> None:
+    take_over_data()
     model, _ = used(MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     before = model(batch()).detach()
     kept = [param.data for param in model.parameters()]
@@ -113,6 +118,7 @@ def test_an_average_is_swapped_in_and_out_under_mixed_precision() -> None:
 @pytest.mark.parametrize("accumulated", [False, True])
 @distributed(2)
 def test_what_is_put_into_a_gradient_is_stepped_and_added_to(accumulated: bool) -> None:
+    take_over_data()
     model, optimizer = used()
     expected = net()
     for each in (model, expected):
@@ -130,6 +136,7 @@ def test_what_is_put_into_a_gradient_is_stepped_and_added_to(accumulated: bool) 
 
 @distributed(2)
 def test_data_of_another_shape_or_dtype_is_an_error_that_names_the_parameter() -> None:
+    take_over_data()
     model, _ = used()
     weight = model[0].weight
     for new, text in (
@@ -144,10 +151,117 @@ def test_data_of_another_shape_or_dtype_is_an_error_that_names_the_parameter() -
 
 @distributed(2)
 def test_a_dtensor_that_is_nobodys_parameter_takes_its_new_data_too() -> None:
+    take_over_data()
     model, _ = used()
     mine = model[0].weight.detach().clone()
     mine.data = torch.full_like(mine, 2.0)
     assert torch.equal(mine.full_tensor(), torch.full((3, 4), 2.0))
+
+
+def _forward(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        model(batch())
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def _unshard(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.unshard()
+
+
+def _state_dict(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.state_dict()
+
+
+@pytest.mark.parametrize("change", [_data, _full, _aliased])
+@pytest.mark.parametrize("use", [_forward, _step, _unshard, _state_dict])
+@distributed(2)
+def test_without_take_over_data_the_next_use_of_a_parameter_is_an_error_and_nothing_changed(
+    use: Callable[[Any, torch.optim.Optimizer], None], change: Callable[[Any], None]
+) -> None:
+    model, optimizer = used()
+    change(model)
+    with pytest.raises(RuntimeError, match=r"^0\.weight\.data, 0\.bias\.data, .* was set, but a"):
+        use(model, optimizer)
+    assert_trains_as(model, optimizer, net())
+
+
+@distributed(2)
+def test_without_take_over_data_a_second_assignment_is_an_error_too() -> None:
+    model, optimizer = used()
+    for _ in range(2):
+        model[1].bias.data = torch.zeros_like(model[1].bias)
+        with pytest.raises(RuntimeError, match=r"^1\.bias\.data was set"):
+            model(batch())
+    assert_trains_as(model, optimizer, net())
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+@distributed(2)
+def test_without_take_over_data_a_step_with_a_replaced_gradient_is_an_error(
+    accumulated: bool,
+) -> None:
+    model, optimizer = used()
+    model(batch()).sum().backward()
+    bias = model[0].bias
+    bias.grad.data = torch.full_like(bias.grad, 0.5)
+    if accumulated:
+        model(batch()).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^0\.bias\.grad\.data was set, but a DTensor keeps"):
+        optimizer.step()
+    model.zero_grad()
+    assert_trains_as(model, optimizer, net())
+
+
+@distributed(2)
+def test_gradients_that_a_user_assigns_moves_or_copies_are_no_error() -> None:
+    model, optimizer = used()
+    expected = net()
+    for each in (model, expected):
+        each(batch()).sum().backward()
+        for param in each.parameters():
+            param.grad = param.grad.detach() * 0.5
+    model.double().float()
+    copies = [copy.deepcopy(param.grad) for param in model.parameters()]
+    for param, gradient in zip(model.parameters(), copies, strict=True):
+        param.grad = gradient
+    optimizer.step()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), other)
+
+
+@distributed(2)
+def test_a_saved_gradient_is_loaded_as_torch_loads_it_by_default() -> None:
+    model, optimizer = used()
+    model(batch()).sum().backward()
+    file = io.BytesIO()
+    torch.save(model[0].weight.grad, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert torch.equal(loaded.to_local(), model[0].weight.grad.to_local())
+    model[0].weight.grad = loaded
+    optimizer.step()
+
+
+@pytest.mark.parametrize("move", ["swap", "to", "load", "assign"])
+@distributed(2)
+def test_what_else_replaces_the_memory_of_a_parameter_is_no_error(move: str) -> None:
+    model, optimizer = used()
+    if move == "swap":
+        for param in model.parameters():
+            torch.utils.swap_tensors(param, nn.Parameter(torch.full_like(param, 0.5)))
+    elif move == "to":
+        model.double().float()
+    else:
+        full = {name: torch.full(p.shape, 0.5) for name, p in model.named_parameters()}
+        model.load_state_dict(full, assign=move == "assign")
+    if move == "assign":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gc.collect()
+    assert_trains_as(model, optimizer, net() if move == "to" else filled(0.5))
 
 
 @distributed(2)

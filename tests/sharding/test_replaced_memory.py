@@ -17,7 +17,7 @@ from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.sharding import fully_shard
+from fullshard.sharding import fully_shard, take_over_data
 from support.apart import apart
 from support.parity.compare import assert_equal, parameters_of, rounding
 from support.ranks import distributed
@@ -98,6 +98,7 @@ def _assert_trains_alike(
     mesh: DeviceMesh | None = None,
 ) -> None:
     """Compare parameters after four steps, with changes before and after the second step."""
+    take_over_data()
     whole, sharded = _net(), _net()
     for layer in (sharded[0], sharded[2]):
         fully_shard(layer, mesh=mesh)
@@ -166,6 +167,20 @@ def test_of_a_gradient_the_step_uses_the_new_memory(name: str, change: str) -> N
                 CHANGES[change](param.grad)
 
     _assert_trains_alike(OPTIMIZERS[name], id, before)
+
+
+@distributed(2)
+def test_without_take_over_data_a_step_with_a_replaced_state_is_an_error() -> None:
+    model = _net()
+    fully_shard(model)
+    optimizer = OPTIMIZERS["foreach"](model.parameters())
+    for _ in range(2):
+        model(_batch(0)).sum().backward()
+        optimizer.step()
+    state: Any = optimizer.state[next(model.parameters())]
+    state["exp_avg"].data = state["exp_avg"] * 0.5
+    with pytest.raises(RuntimeError, match=r"^data of a state of AdamW was set"):
+        optimizer.step()
 
 
 def _load_half(optimizer: _Optimizer) -> None:

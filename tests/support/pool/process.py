@@ -28,6 +28,7 @@ import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from support.chosen import chosen
@@ -107,6 +108,11 @@ def _set_environ(names: Mapping[str, str]) -> None:
     os.environ.update(names)
 
 
+def _set_dtensor_data(setter: object) -> None:
+    if setter is None and "data" in vars(DTensor):
+        del cast(Any, DTensor).data
+
+
 # How to read and to write what a job may change. Torch does not tell whether it flushes denormals.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_environ, _set_environ),
@@ -114,6 +120,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_signals, _set_signals),
     (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
     (sys.getrecursionlimit, sys.setrecursionlimit),
+    (lambda: vars(DTensor).get("data"), _set_dtensor_data),
     (torch.get_num_threads, torch.set_num_threads),
     (lambda: False, torch.set_flush_denormal),
     (torch.get_default_dtype, torch.set_default_dtype),

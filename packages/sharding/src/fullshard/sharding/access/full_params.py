@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm.spi import as_arrived, carrier_of
 from fullshard.sharding.base.compat import local_shard, make_dtensor, spec_of
+from fullshard.sharding.base.memory import storage_object
 from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
@@ -142,6 +143,7 @@ class LeasedParams(FullParams):
         super().__init__(group, mode)
         self._owner = next(_owners)
         self._gathers = 0
+        self._storages: list[torch.UntypedStorage | None] = []
 
     def launch(self) -> None:
         """Take a lease and issue the gather; ranks that are not to have them free them."""
@@ -158,6 +160,7 @@ class LeasedParams(FullParams):
         if self.holds:
             self.group.wait_for_unshard()
             self._gathers = self.group.gathering.gathers
+            self._storages = [storage_object(param.unsharded) for param in self.group.params]
 
     def problem(self) -> str:
         """Return why what the modules hold cannot be written back; empty if it can."""
@@ -169,6 +172,15 @@ class LeasedParams(FullParams):
                 "unsharded(writeback=True), by reshard(), state_dict(), to() or a forward after an "
                 "optimizer's step, so changes made before are lost; do that outside of the block"
             )
+        params = self.group.params if self._storages else ()  # none on ranks without parameters
+        for param, storage in zip(params, self._storages, strict=True):
+            kept = param.unsharded  # a DTensor if tensor parallelism cut it; see [Note: data]
+            if isinstance(kept, DTensor) and storage_object(kept) is not storage:
+                return (
+                    f"{param.name}.data was set inside unsharded(writeback=True), but a DTensor "
+                    "keeps its local shard, so the new values would be lost; copy them in place, "
+                    "as param.copy_(new)"
+                )
         return super().problem()
 
     def release(self) -> None:

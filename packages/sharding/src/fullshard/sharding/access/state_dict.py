@@ -27,6 +27,7 @@ from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.params.lookup import owner_of
+from fullshard.sharding.params.lost_data import require_own_data
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.registry import registry_of
 
@@ -45,6 +46,8 @@ def attach_state_dict_hooks(group: FSDPParamGroup, modules: Iterable[nn.Module])
     @untraced
     def before_save(module: nn.Module, *args: Any) -> None:
         if (owner := reference()) is not None:
+            if owner.generation.data_was_set:
+                require_own_data(owner.params)
             _reshard(owner, "state_dict()")
 
     positions: dict[nn.Module, dict[str, int]] = {module: {} for module in modules}

@@ -24,11 +24,7 @@ from fullshard.sharding.hooks.initialise import initialise_root
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.optim.step_hooks import watch_optimizers
-from fullshard.sharding.params.lookup import (
-    release_replaced,
-    set_owner,
-    take_over_data,
-)
+from fullshard.sharding.params.lookup import release_replaced, set_owner
 from fullshard.sharding.params.param import Cut, FSDPParam
 from fullshard.sharding.params.sharded_access_errors import unguard
 
@@ -60,7 +56,6 @@ def construct(
     }
     groups = [FSDPParamGroup(each, policies, context.shared) for each in _by_process_groups(made)]
     watch_optimizers(groups)
-    take_over_data()
     # No error is raised below; up to here the modules are unchanged.
     for group in groups:
         for param in group.params:

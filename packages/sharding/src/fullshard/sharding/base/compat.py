@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import unserializable_hook
 
 __all__ = [
@@ -43,6 +44,8 @@ __all__ = [
     "functorch_is_active",
     "gradients_of",
     "hooks_after_accumulation",
+    "hooks_after_step",
+    "hooks_before_step",
     "in_transform",
     "is_legacy_batched",
     "local_shard",
@@ -332,6 +335,15 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
         ValueError: if the root mesh has another axis of that name.
     """
     return mesh._flatten(name)
+
+
+hooks_before_step: Callable[[Optimizer], OrderedDict[int, Any]]
+hooks_before_step = attrgetter("_optimizer_step_pre_hooks")
+"""Return the hooks of one optimizer, by the number of the handle, in the order of their calls."""
+
+hooks_after_step: Callable[[Optimizer], OrderedDict[int, Any]]
+hooks_after_step = attrgetter("_optimizer_step_post_hooks")
+"""Return the hooks after the step of one optimizer."""
 
 
 def empty_data(param: nn.Parameter) -> None:

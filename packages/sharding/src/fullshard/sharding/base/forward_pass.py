@@ -226,11 +226,16 @@ class ParameterGeneration:
 
     Attributes:
         number: that of the present generation.
+        replacements: how often a tensor of the group, or a place that holds one, was replaced.
+            Lists of these tensors and places are read again when it has changed.
+        data_was_set: whether ``data`` of a sharded parameter was; see [Note: data].
     """
 
     def __init__(self) -> None:
         """Start with the first, and no forward."""
         self.number = 0
+        self.replacements = 0
+        self.data_was_set = False
         self._passes: set[int] = set()
 
     def forget_passes(self) -> None:

@@ -33,6 +33,7 @@ from torch import nn
 from fullshard.comm import AllGatherInFlight, GatherConfig, TensorSpec
 from fullshard.comm.spi import FullTensors, OwnShards, foreach_copy
 from fullshard.sharding.base.compat import retire_aliases
+from fullshard.sharding.base.memory import set_data
 from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.gather.inputs import GatherInputs
 
@@ -153,7 +154,7 @@ class UnshardedMemory(ParamStorage):
         """Point parameters that a user moved back to the memory that gathers fill."""
         with torch.inference_mode(False):
             for param, tensor in zip(self.params, self.home.param_views, strict=True):
-                param.data = tensor
+                set_data(param, tensor)
 
     @torch.no_grad()
     def fill_from(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -141,14 +141,15 @@ class FSDPParamGroup:
     def refresh(self) -> None:
         """Discard an unsharded copy that is stale, before a forward or a user takes it.
 
-        A copy is stale if the parameters changed, or if only graphs of earlier forwards hold it:
-        they may be gone on other ranks; see [Note: shared facts]. Parameters that a user replaced
-        are adopted before.
+        A copy is stale if the parameters changed, or if only graphs of earlier forwards hold it,
+        which other ranks may lack; see [Note: shared facts]. Replaced parameters are adopted first.
 
         Raises:
             RuntimeError: if full parameters were changed while they were read-only.
             ValueError: if it is not sharded as the parameter was.
         """
+        if self.generation.data_was_set:
+            self.gathering.swap.require_own_data()
         if self._noted:
             self._require_unchanged()
         if self.gathering.swap.replaced and not self.copied:

@@ -87,6 +87,7 @@ class RootContext:
         self.groups = tuple(dict.fromkeys(group for state in states for group in state.groups))
         for group in self.groups:
             group.share(self.shared)
+            group.generation.replacements += 1  # lists of the groups of a root are made again
             group.announce_backward = self.enter_backward
 
     def use_schedule(self, schedule: Schedule) -> None:

@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 from fullshard.sharding.base.compat import local_shards, spec_of, specs_of
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.mesh.subgroups import known_subgroup
+from fullshard.sharding.optim.live_groups import Snapshot
 from fullshard.sharding.optim.shadow_optimizer import are_same
 from fullshard.sharding.params.lookup import owner_of, sharded_of
-from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["NormGroup", "Parameters", "norm_group_of"]
 
@@ -82,9 +82,10 @@ class NormGroup:
         """
         self._given = given
         self._asked = asked
-        self._changes = FSDPParam.changes
         self.params: Sequence[torch.Tensor] = _seen_by_optimizers(given)
         self._specs = specs_of(self.params)
+        owners = map(owner_of, self.params)
+        self._snapshot = Snapshot([owner.generation for owner in owners if owner is not None])
         self._all_cut = all(isinstance(param, DTensor) for param in self.params)
         alike: dict[_Sharding, list[int]] = {}
         for place, param in enumerate(self.params):
@@ -101,7 +102,7 @@ class NormGroup:
         """Return whether ``given`` and ``asked`` would make an equal norm group."""
         return (
             asked is self._asked
-            and self._changes == FSDPParam.changes
+            and self._snapshot.is_current
             and are_same(given, self._given)
             and are_same(specs_of(self.params), self._specs)
         )

@@ -27,6 +27,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from operator import is_, itemgetter
 from typing import Any
@@ -42,7 +43,7 @@ from fullshard.sharding.base.compat import (
     local_shards,
     specs_of,
 )
-from fullshard.sharding.base.memory import addresses_of
+from fullshard.sharding.base.memory import addresses_of, storage_object
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.optim.shadow import (
     Shadow,
@@ -82,7 +83,11 @@ class _Contents:
     """The objects in a state at one time, and this rank's part of each ``DTensor`` among them.
 
     A ``DTensor`` can get another part and stay the same object: ``torch.utils.swap_tensors`` and
-    an assignment to ``data`` do that.
+    an assignment to ``_local_tensor`` do that. An assignment to ``data`` leaves the part, so that
+    the new values are lost; see [Note: data].
+
+    Attributes:
+        may_be_lost: whether the storage of a ``DTensor`` was freed.
     """
 
     def __init__(self, state: Mapping[Any, Any]) -> None:
@@ -91,11 +96,37 @@ class _Contents:
         found = islice(self._objects, len(state), None)  # without the parameters
         self._cut = [each for each in found if isinstance(each, DTensor)]
         self._parts = local_shards(self._cut)
+        self.may_be_lost = False
+        freed = partial(_freed, weakref.ref(self))
+        storages = map(storage_object, self._cut)
+        self._storages = [None if each is None else weakref.ref(each, freed) for each in storages]
+
+    def require_own_data(self, optimizer: Optimizer) -> None:
+        """Raise if ``data`` of a ``DTensor`` was set; for use after a storage was freed.
+
+        Raises:
+            RuntimeError: if it was.
+        """
+        held = set(map(id, _objects_in(optimizer.state)))
+        for each, part, storage in zip(self._cut, self._parts, self._storages, strict=True):
+            lost = storage is not None and storage() is None and local_shard(each) is part
+            if lost and id(each) in held:
+                raise RuntimeError(
+                    f"data of a state of {type(optimizer).__name__} was set, but a DTensor keeps "
+                    "its local shard, so the new values would be lost; copy them in place, or call "
+                    "fullshard.sharding.take_over_data() before, so that `data = new` is taken over"
+                )
 
     def are_in(self, state: Mapping[Any, Any]) -> bool:
         """Return whether ``state`` holds identical objects, with identical parts."""
         same = are_same(_objects_in(state), self._objects)
         return same and are_same(local_shards(self._cut), self._parts)
+
+
+def _freed(contents: weakref.ref[_Contents], storage: object) -> None:
+    found = contents()
+    if found is not None:
+        found.may_be_lost = True
 
 
 class ShadowOptimizer:
@@ -155,6 +186,8 @@ class ShadowOptimizer:
         ):
             self._make(params)
         self._read_gradients()
+        if self._seen.may_be_lost:
+            self._seen.require_own_data(optimizer)
         is_stale = self._is_stale or not self._seen.are_in(optimizer.state)
         self._is_stale = True  # until the end of the step: anything until then may raise
         if is_stale:

@@ -13,12 +13,15 @@ of groups whose shards share memory with a parameter of the optimizer. An optimi
 ends none. An optimizer of a ``DTensor`` that no group owns may step copies of any group's
 parameters, and copy them back: it ends all. Finding them again must cost next to nothing, as most
 processes step often and change nothing about it: flat lists are compared.
+
+[Note: other optimizers] ``fully_shard`` does not know the optimizers, so torch's own list of hooks
+for all optimizers has one of ours, from the first ``fully_shard`` on. It returns at once for an
+optimizer without a sharded parameter, which gets no hook: unless it has hooks or a closure of the
+user's, which may give it one during the step.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -28,8 +31,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fullshard.sharding.base.compat import storage_of, untraced
+from fullshard.sharding.base.compat import (
+    hooks_after_step,
+    hooks_before_step,
+    storage_of,
+    untraced,
+)
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
+from fullshard.sharding.optim.live_groups import Snapshot, add_groups, all_groups
 from fullshard.sharding.optim.rebinding import rebind_optimizer
 from fullshard.sharding.optim.rules import steps_on_plain
 from fullshard.sharding.optim.shadow import UnlikeShards
@@ -41,22 +50,18 @@ from fullshard.sharding.optim.shadow_optimizer import (
     place_state,
 )
 from fullshard.sharding.params.lookup import owner_of
+from fullshard.sharding.params.lost_data import require_own_data, require_own_gradients
 from fullshard.sharding.params.param import FSDPParam
 
-__all__ = ["all_groups", "watch_optimizers"]
+__all__ = ["watch_optimizers"]
 
-_groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
-_groups_lock = threading.Lock()  # ranks may be threads of one process, each with its models
-# An optimizer's hooks keep its watch. This must not: groups of a model that holds the optimizer
-# lead to it, so that neither would ever be freed.
-_watched: weakref.WeakKeyDictionary[Optimizer, weakref.ref[_Watch]] = weakref.WeakKeyDictionary()
+_ATTRIBUTE = "_fullshard_step_hooks"
 _registered: list[RemovableHandle] = []
 
 
 def watch_optimizers(groups: Iterable[FSDPParamGroup]) -> None:
-    """Put the hooks on every optimizer of this process, for ``groups`` and earlier ones."""
-    with _groups_lock:
-        _groups.update(groups)
+    """Watch the steps of optimizers, for ``groups`` and earlier ones."""
+    add_groups(groups)
     if not _registered:
         _registered.append(register_optimizer_step_pre_hook(_before_all))
 
@@ -64,23 +69,32 @@ def watch_optimizers(groups: Iterable[FSDPParamGroup]) -> None:
 @untraced
 def _before_all(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Is called before the user's own hooks, and makes ours the last of all."""
-    known = _watched.get(optimizer)
-    watch = None if known is None else known()
-    if watch is None or not watch.knows(optimizer):
+    hooks: _StepHooks | None = vars(optimizer).get(_ATTRIBUTE)
+    if hooks is None or not hooks.knows(optimizer):
         rebind_optimizer(optimizer)
-        watch = watch or _Watch()
-        _watched[optimizer] = weakref.ref(watch)
-        watch.look_at(optimizer)
-    watch.put_on(optimizer)
+        hooks = vars(optimizer).setdefault(_ATTRIBUTE, _StepHooks())
+        hooks.look_at(optimizer)
+    if hooks.concerns_us or len(args) > 1 or kwargs or hooks_before_step(optimizer):
+        hooks.put_on(optimizer)
 
 
-class _Watch:
-    """The hooks of one optimizer, its parameters, and the decisions that follow from them."""
+class _StepHooks:
+    """The hooks of one optimizer, its parameters, and the decisions that follow from them.
+
+    The optimizer holds it: a table of the process would keep an optimizer alive to which the groups
+    of a model lead.
+
+    Attributes:
+        concerns_us: whether a step changes a parameter of a group, as far as can be seen.
+    """
 
     def __init__(self) -> None:
         """Knows nothing yet: see ``look_at``."""
-        self._changes = -1
+        self.concerns_us = False
+        self._snapshot: Snapshot | None = None
         self._params: list[Any] = []
+        self._sharded: list[Any] = []
+        self._owners: list[FSDPParam] = []
         self._ended: tuple[FSDPParamGroup, ...] = ()
         self._kin: tuple[FSDPParamGroup, ...] = ()
         self._steps_on_plain = False
@@ -89,39 +103,54 @@ class _Watch:
         self._kept: ShadowOptimizer | None = None
         self._handles: list[RemovableHandle] = []
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as None: a copied optimizer is looked at again."""
+        return type(None), ()
+
     def put_on(self, optimizer: Optimizer) -> None:
         """Register the hooks: the last one before the step, and the first after it.
 
-        The hooks are registered again at each step, because users register their own hooks or clear
-        all hooks.
+        They are registered again if a user registered or cleared hooks since.
         """
+        before, after = hooks_before_step(optimizer), hooks_after_step(optimizer)
+        ids = [handle.id for handle in self._handles]
+        if ids and [next(reversed(before), -1), next(iter(after), -1)] == ids:
+            return
         for handle in self._handles:
             handle.remove()
-        before = optimizer.register_step_pre_hook(self._begin)
-        after = optimizer.register_step_post_hook(self._end)
-        self._handles = [before, after]
-        hooks = after.hooks_dict_ref()
-        assert hooks is not None, "the optimizer is alive"
-        hooks.move_to_end(after.id, last=False)
+        end = optimizer.register_step_post_hook(self._end)
+        self._handles = [optimizer.register_step_pre_hook(self._begin), end]
+        after.move_to_end(end.id, last=False)
 
     def look_at(self, optimizer: Optimizer) -> None:
         """Look for the owners of the parameters that ``optimizer`` holds.
 
         Raises:
             TypeError: if it needs whole parameters and one is cut.
+            RuntimeError: if ``data`` of a sharded parameter was set; see [Note: data].
         """
+        self._snapshot = None
         self._params = params_in(getattr(optimizer, "param_groups", ()))
         # An optimizer that only wraps another has groups as a property, and the other has hooks.
         own = params_in(vars(optimizer).get("param_groups", ()))
-        owners = [owner_of(param) for param in own if isinstance(param, DTensor)]
-        self._steps_on_plain = any(owners) and steps_on_plain(type(optimizer), own)
-        self._steps_elsewhere = any(owner and _steps_elsewhere(owner) for owner in owners)
+        owned = [(param, owner_of(param)) for param in own if isinstance(param, DTensor)]
+        self._sharded = [param for param, owner in owned if owner is not None]
+        self._owners = [owner for _, owner in owned if owner is not None]
+        self._steps_on_plain = bool(self._owners) and steps_on_plain(type(optimizer), own)
+        self._steps_elsewhere = any(map(_steps_elsewhere, self._owners))
         self._ended = _groups_of(self._params)
         roots = {group.shared for group in self._ended}
         self._kin = tuple(
             [each for each in all_groups() if each.shared in roots and each not in self._ended]
         )
-        self._changes = FSDPParam.changes
+        for group in (*self._ended, *self._kin):
+            if group.generation.data_was_set:
+                require_own_data(group.params)
+        self.concerns_us = bool(self._ended)
+        seen = (*self._ended, *self._kin)
+        if any(not isinstance(param, DTensor) for param in self._params):
+            seen = all_groups()  # any may share memory with it
+        self._snapshot = Snapshot([group.generation for group in seen])
         if self._steps_elsewhere and not self._places_state:
             self._places_state = True
             optimizer.register_load_state_dict_post_hook(place_state)
@@ -130,7 +159,8 @@ class _Watch:
     def knows(self, optimizer: Optimizer) -> bool:
         """Return whether the optimizer's parameters and all sharded parameters are unchanged."""
         params = params_in(getattr(optimizer, "param_groups", ()))
-        return self._changes == FSDPParam.changes and are_same(params, self._params)
+        current = self._snapshot is not None and self._snapshot.is_current
+        return current and are_same(params, self._params)
 
     @torch.no_grad()
     @untraced
@@ -138,6 +168,7 @@ class _Watch:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what ``step`` is called with."""
+        require_own_gradients(self._sharded, self._owners)
         for outer in open_on(self._params):
             outer.write_back()
         stepped, *others = args
@@ -203,12 +234,6 @@ class _Watch:
 def _steps_elsewhere(owner: FSDPParam) -> bool:
     probe = torch.empty(0, device=owner.shard.device)
     return owner.offload.stage_step(probe, owner.device) is not probe
-
-
-def all_groups() -> tuple[FSDPParamGroup, ...]:
-    """Return the groups of all models of this process that are alive."""
-    with _groups_lock:
-        return tuple(_groups)
 
 
 def _is_frozen(param: FSDPParam) -> bool:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -47,8 +46,10 @@ from fullshard.sharding.base.compat import (
     specs_of,
 )
 from fullshard.sharding.base.forward_pass import ParameterGeneration
+from fullshard.sharding.base.memory import DATA
 from fullshard.sharding.base.policies import declares
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
+from fullshard.sharding.params.lost_data import DataWatch
 from fullshard.sharding.params.param_sharding import has_hooks, require_same_hooks, sharding_of
 from fullshard.sharding.params.registry import registry_of
 from fullshard.sharding.protocols import Offload, ParameterDTypes, WireForms
@@ -108,11 +109,9 @@ class FSDPParam:
         group: its ``FSDPParamGroup``; see ``group_of``.
         on_gradient: called with each gradient before autograd accumulates it.
         norm_group: of the last norm that began with it; see ``norm_group_of``.
+        data_watch: notices ``sharded.data = new``.
         lands_in: the dtype in which reduced gradients stay as they are; None: none is known.
-        changes: how often any of all parameters, or where it goes, was replaced by another.
     """
-
-    changes: ClassVar[int] = 0
 
     def __init__(
         self, param: nn.Parameter, cut: Cut, offload: Offload, dtypes: ParameterDTypes
@@ -147,6 +146,7 @@ class FSDPParam:
         self._requires_grad = param.requires_grad  # what both were given last
         self._attributes = self.sharded.__dict__  # swap_tensors, in .to(), takes it away
         self.lands_in: torch.dtype | None = None
+        self.data_watch = DataWatch(self)
 
     def _cut(self, param: nn.Parameter) -> nn.Parameter:
         local = self.shard_of(param.detach())
@@ -210,7 +210,7 @@ class FSDPParam:
 
     def add_place(self, place: Place) -> None:
         """Make one more module share this parameter."""
-        FSDPParam.changes += 1
+        self.generation.replacements += 1
         self.places.append(place)
         place.module._parameters[place.name] = self.sharded
 
@@ -229,7 +229,7 @@ class FSDPParam:
 
     def attach_unsharded(self, unsharded: nn.Parameter) -> None:
         """Take ``unsharded``, whose memory is the group's, as the parameter that modules see."""
-        FSDPParam.changes += 1
+        self.generation.replacements += 1
         self.unsharded = unsharded
         for name, value in self.sharded.__dict__.items():  # who owns it; what the user put on it
             unsharded.__dict__.setdefault(name, value)
@@ -246,7 +246,7 @@ class FSDPParam:
         Raises:
             ValueError: if the first place holds no parameter, or a tensor with different sharding.
         """
-        FSDPParam.changes += 1
+        self.generation.replacements += 1
         place = self.places[0]
         found = place.held
         if found is self.unsharded and found is not self.sharded:
@@ -263,6 +263,7 @@ class FSDPParam:
         if self.shard.device.type != "meta":
             set_local_shard(self.sharded, self.offload.store(self.shard))
         self.install_sharded()
+        self.data_watch = DataWatch(self)
         return not same
 
     def _replace(self, found: nn.Parameter | None) -> None:
@@ -309,6 +310,11 @@ class FSDPParam:
             )
         require_same_hooks(self.name, self.sharded, local)
         set_local_shard(self.sharded, self.offload.store(local.contiguous()))
+
+    def restore_data(self) -> None:
+        """Give the sharded parameter the metadata of its shard again, and watch it."""
+        DATA.__set__(self.sharded, make_dtensor(self.shard, self.spec))
+        self.data_watch = DataWatch(self)
 
     # -- the gradient -----------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding.params.lookup import owner_of
-from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["Guard", "explain_touch", "guards_of", "unguard"]
 
@@ -94,8 +93,11 @@ def guards_of(modules: Iterable[nn.Module]) -> list[Guard]:
 
 def unguard(modules: Iterable[nn.Module]) -> None:
     """Leave the ``forward`` of ``modules``, which gather by themselves, as it was."""
-    FSDPParam.changes += 1
     for module in modules:
+        for param in module._parameters.values():
+            owner = None if param is None else owner_of(param)
+            if owner is not None:  # its group looks for guards again
+                owner.generation.replacements += 1
         if isinstance(module.__dict__.get("forward"), Guard):
             del module.__dict__["forward"]
         module.__dict__[_ATTRIBUTE] = None

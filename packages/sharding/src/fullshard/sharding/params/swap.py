@@ -22,6 +22,7 @@ from fullshard.sharding.base.compat import (
     storage_of,
     version_of,
 )
+from fullshard.sharding.params.lost_data import require_own_data
 from fullshard.sharding.params.param import FSDPParam, Place
 from fullshard.sharding.params.registry import Registry, registry_of
 from fullshard.sharding.params.sharded_access_errors import Guard, guards_of
@@ -38,6 +39,7 @@ class Swap:
     def __init__(self, params: Sequence[FSDPParam]) -> None:
         """Look at the parameters when they are swapped first, and when one has changed since."""
         self._params = params
+        self._generation = params[0].generation
         self._sharded: list[nn.Parameter] = []
         self._unsharded: list[nn.Parameter] = []
         self.forget()
@@ -49,7 +51,7 @@ class Swap:
 
     def to_unsharded(self) -> None:
         """Put the unsharded parameters into every place, and opens the guards of the modules."""
-        if self._changes != FSDPParam.changes:
+        if self._replacements != self._generation.replacements:
             self._look()
         if self._versions:  # see [Note: reads]
             set_versions(tuple(self._unsharded), self._versions)
@@ -73,7 +75,7 @@ class Swap:
             freed: no backward may read the unsharded parameters; see [Note: reads].
         """
         self._noted = None
-        if self._changes != FSDPParam.changes:
+        if self._replacements != self._generation.replacements:
             self._look()
         if freed and not self._versions:
             self._versions = tuple(map(version_of, self._unsharded))
@@ -107,9 +109,13 @@ class Swap:
         either = zip(found, self._own, self._full, strict=True)
         return not all(there is sharded or there is full for there, sharded, full in either)
 
+    def require_own_data(self) -> None:
+        """Raise if ``data`` of a sharded parameter was set; see [Note: data]."""
+        require_own_data(self._params)
+
     def forget(self) -> None:
         """Knows no place until the next swap: modules may hold copies, which replace nothing."""
-        self._changes = -1
+        self._replacements = -1
         self._places: list[Registry] = []
         self._get: Callable[[Any, str], nn.Parameter | None] = dict.get
         self._names: list[str] = []
@@ -152,7 +158,7 @@ class Swap:
         self._flags = list(map(_requires_grad, self._sharded))
 
     def _look(self) -> None:
-        self._changes = FSDPParam.changes
+        self._replacements = self._generation.replacements
         params = self._params
         self._sharded = [param.sharded for param in params]
         before, self._unsharded = self._unsharded, [param.unsharded for param in params]

@@ -70,15 +70,16 @@ class Accumulation:
         self.kept: dict[FSDPParam, torch.Tensor] = {}
         self._params = params
         self._saved: dict[FSDPParam, torch.Tensor] = {}  # kept ones that were taken, to put back
-        self._changes = -1
+        self._generation = params[0].generation
+        self._replacements = -1
         self._own: list[nn.Parameter] = []
         self._full: list[nn.Parameter] = []
         self._whole = all(param.sharding.travels_whole for param in params)
 
     def _look(self) -> None:
         """Find sharded and unsharded parameters; one that was never gathered has no gradient."""
-        if self._changes != FSDPParam.changes:
-            self._changes = FSDPParam.changes
+        if self._replacements != self._generation.replacements:
+            self._replacements = self._generation.replacements
             self._own = [param.sharded for param in self._params]
             both = zip(self._params, self._own, strict=True)
             self._full = [_NEVER if p.unsharded is own else p.unsharded for p, own in both]

@@ -45,6 +45,7 @@ from fullshard.sharding.base.compat import (
     without_torch_function,
 )
 from fullshard.sharding.base.policies import declares
+from fullshard.sharding.params.lost_data import NotedStorage
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import Offload, WireForms
 from fullshard.sharding.reduce.strategies import Gradients, InFlight, Launch, PlainReduce
@@ -174,7 +175,9 @@ class _Pending:
                 sharded = param.sharded
                 present = sharded.grad
                 if present is None:
-                    sharded.grad = make_dtensor(gradient, param.spec)
+                    made: Any = make_dtensor(gradient, param.spec)
+                    made.noted_storage = NotedStorage((made.untyped_storage(),))
+                    sharded.grad = made
                 else:
                     local_shard(present).add_(gradient)
                 if hooks_after_accumulation(sharded):

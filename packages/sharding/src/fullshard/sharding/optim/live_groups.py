@@ -1,0 +1,75 @@
+"""The groups of this process, and whether any changed since somebody last looked.
+
+The main class is ``Snapshot``. Holds no group alive. The hooks of optimizers and the norm of
+gradients ask it before they reuse what they found out about parameters.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from operator import attrgetter
+
+from fullshard.sharding.base.forward_pass import ParameterGeneration
+from fullshard.sharding.groups.param_group import FSDPParamGroup
+
+__all__ = ["Snapshot", "add_groups", "all_groups"]
+
+_replacements = attrgetter("replacements")
+
+
+class _Groups:
+    """The groups that are alive.
+
+    Attributes:
+        added: how often groups were added.
+    """
+
+    def __init__(self) -> None:
+        """Start without groups."""
+        self.added = 0
+        self._alive: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
+        self._lock = threading.Lock()  # ranks may be threads of one process, each with its models
+
+    def add(self, groups: Iterable[FSDPParamGroup]) -> None:
+        """Add ``groups``."""
+        with self._lock:
+            self._alive.update(groups)
+            self.added += 1
+
+    def all(self) -> tuple[FSDPParamGroup, ...]:
+        """Return the groups."""
+        with self._lock:
+            return tuple(self._alive)
+
+
+_groups = _Groups()
+
+
+def add_groups(groups: Iterable[FSDPParamGroup]) -> None:
+    """Add groups that ``fully_shard`` made."""
+    _groups.add(groups)
+
+
+def all_groups() -> tuple[FSDPParamGroup, ...]:
+    """Return the groups of all models of this process that are alive."""
+    return _groups.all()
+
+
+class Snapshot:
+    """The versions of some groups at one time, and which groups there were."""
+
+    def __init__(self, generations: Iterable[ParameterGeneration]) -> None:
+        """Note the versions of the groups that ``generations`` belong to."""
+        self._added = _groups.added
+        self._generations = list(dict.fromkeys(generations))
+        self._versions = list(map(_replacements, self._generations))
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no tensor of these groups was replaced since, and no group was added."""
+        return (
+            self._added == _groups.added
+            and list(map(_replacements, self._generations)) == self._versions
+        )
