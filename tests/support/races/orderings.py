@@ -12,7 +12,7 @@ import torch
 from fullshard.comm import CommStreams
 from fullshard.comm.collectives.gather import OwnShards
 from fullshard.comm.collectives.replicas import AllReduceInFlight
-from fullshard.preflight.races.memory import Block, Memory
+from fullshard.preflight.races.memory import Allocation, Memory
 from fullshard.preflight.simulation.streams import Clock, Machine
 
 __all__ = ["all_reduce_after_reduction", "gather_after_current", "sources_of_copy_in"]
@@ -74,7 +74,7 @@ def all_reduce_after_reduction() -> Iterator[list[bool]]:
 @contextmanager
 def sources_of_copy_in() -> Iterator[list[bool]]:
     """Whether what each gather packs belongs to the copy-in stream, which alone uses it."""
-    found, memories, blocks = list[bool](), list[Memory](), list[Block | None]()
+    found, memories, blocks = list[bool](), list[Memory](), list[Allocation | None]()
 
     def used(memory: Memory, tensor: torch.Tensor, operation: Any, *, writes: bool) -> None:
         memories[:] = [memory]

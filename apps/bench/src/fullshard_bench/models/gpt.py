@@ -64,7 +64,7 @@ class FeedForward(nn.Module):
         return output
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """One layer: attention over the past, then a feed-forward network, each added to its input."""
 
     def __init__(self, shape: GPTShape, feed_forward: nn.Module) -> None:
@@ -112,7 +112,9 @@ class GPT(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.position = nn.Parameter(torch.empty(context, shape.width))
-        self.blocks = nn.ModuleList(Block(shape, feed_forward(shape)) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(
+            GPTBlock(shape, feed_forward(shape)) for _ in range(shape.layers)
+        )
         self.norm = nn.LayerNorm(shape.width, bias=False)
         self.output = nn.Linear(shape.width, shape.vocabulary, bias=False)
 

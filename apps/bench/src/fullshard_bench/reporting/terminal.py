@@ -24,13 +24,13 @@ from fullshard_bench.reporting.bars import Verdict
 from fullshard_bench.reporting.format import as_ratio
 from fullshard_bench.reporting.rows import heads_of, notes_of, rows_of, title_of, verified_of
 
-__all__ = ["Watch", "print_count", "print_point", "print_table", "print_verdicts"]
+__all__ = ["ProgressBar", "print_count", "print_point", "print_table", "print_verdicts"]
 
 
 _BAD = ("WRONG", "FAILED", "not met", "inconclusive", "!", "?")
 
 
-class Watch:
+class ProgressBar:
     """Context that shows a bar over all measurements and the phase of the present one."""
 
     def __init__(self, total: int, console: Console) -> None:
@@ -51,7 +51,7 @@ class Watch:
         self._done = 0
         self._title = ""
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ProgressBar:
         """Start to show."""
         self._progress.start()
         return self

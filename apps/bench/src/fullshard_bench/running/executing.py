@@ -38,7 +38,7 @@ from fullshard_bench.reporting.bars import judge, judge_measured, verdict_lines,
 from fullshard_bench.reporting.plots import draw_all
 from fullshard_bench.reporting.report import write_report
 from fullshard_bench.reporting.terminal import (
-    Watch,
+    ProgressBar,
     print_count,
     print_point,
     print_table,
@@ -50,7 +50,7 @@ from fullshard_bench.running.run import Run, check_run
 
 __all__ = ["Outputs", "execute"]
 
-Measure = Callable[[Sequence[Job], Watch], Sequence[JobResult]]
+Measure = Callable[[Sequence[Job], ProgressBar], Sequence[JobResult]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ def _measure_all(
     events: Events = ()
     results: list[RunResult] = []
     told: set[str] = set()
-    with Watch(sum(len(run.jobs()) for run in runs), console) as watch:
+    with ProgressBar(sum(len(run.jobs()) for run in runs), console) as watch:
         for run in runs:
             found: list[JobResult] = []
             for jobs in run.jobs():
@@ -138,7 +138,7 @@ def _measure_all(
     return results, events
 
 
-def _here(jobs: Sequence[Job], watch: Watch, device: torch.device) -> list[JobResult]:
+def _here(jobs: Sequence[Job], watch: ProgressBar, device: torch.device) -> list[JobResult]:
     """Measure in this process, one of torchrun's ranks; those beyond the mesh wait."""
     return [measure(job, device, watch.tell) or _idle(job) for job in jobs]
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard_train.settings.sections import DigitsConfig
 
-__all__ = ["CLASSES", "SIDE", "Block", "Classifier", "Stem", "initial_value"]
+__all__ = ["CLASSES", "SIDE", "Classifier", "DigitsBlock", "Stem", "initial_value"]
 
 SIDE = 8
 """The side of an image in pixels."""
@@ -36,7 +36,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.recompute = recompute
         self.stem = Stem(config)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(DigitsBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.output = nn.Linear(config.width, CLASSES)
 
@@ -70,7 +70,7 @@ class Stem(nn.Module):
         return output
 
 
-class Block(nn.Module):
+class DigitsBlock(nn.Module):
     """Attention among all places, then a feed-forward network, each added to its input."""
 
     def __init__(self, config: DigitsConfig) -> None:

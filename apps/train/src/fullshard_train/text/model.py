@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard_train.settings.sections import ModelConfig
 from fullshard_train.training.optim import step_by
 
-__all__ = ["BYTES", "GPT", "Block", "initial_value"]
+__all__ = ["BYTES", "GPT", "TextBlock", "initial_value"]
 
 BYTES = 256
 
@@ -35,7 +35,7 @@ class GPT(nn.Module):
         self.head_width = config.width // config.heads
         self.recompute = recompute
         self.embedding = nn.Embedding(BYTES, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(TextBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width, bias=False)
         self.output = nn.Linear(config.width, BYTES, bias=False)
         if config.tied:
@@ -56,7 +56,7 @@ class GPT(nn.Module):
         return logits
 
 
-class Block(nn.Module):
+class TextBlock(nn.Module):
     """One layer: attention over the past, then a feed-forward network, each added to its input."""
 
     def __init__(self, config: ModelConfig) -> None:

@@ -18,8 +18,8 @@ from fullshard.optim.base.loading import Shapes
 from fullshard.optim.base.options import require_count, require_not_negative, require_one_of
 from fullshard.optim.base.stepped import Stepped, label_of
 from fullshard.optim.newton_schulz import COEFFICIENTS, flops_of, orthogonalised
-from fullshard.optim.owners.exchange import Arrived
 from fullshard.optim.owners.matrices import Split, matrix_shape
+from fullshard.optim.owners.matrix_exchange import Arrived
 from fullshard.optim.owners.optimizer import MatrixOptimizer, MatrixWork
 from fullshard.optim.owners.schedule import Job, Schedule
 

@@ -32,8 +32,8 @@ from fullshard.optim.owned_state import (
     require_fits,
     shapes_of,
 )
-from fullshard.optim.owners.exchange import Arrived, Batch
 from fullshard.optim.owners.matrices import Split, matrix_shape
+from fullshard.optim.owners.matrix_exchange import Arrived, Batch
 from fullshard.optim.owners.optimizer import MatrixOptimizer, MatrixWork
 from fullshard.optim.owners.owner_layout import Laid, Laying, Owned
 from fullshard.optim.owners.schedule import Job, Schedule

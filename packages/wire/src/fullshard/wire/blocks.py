@@ -19,7 +19,7 @@ import torch
 from fullshard.comm import TensorSpec
 from fullshard.comm.spi import CodedSpec, by_holder, pieces_of, traits_of
 from fullshard.wire.draws import drawn_bits
-from fullshard.wire.feedback import Exchange, Residual
+from fullshard.wire.feedback import Residual, ResidualUpdate
 from fullshard.wire.quantised import Quantised
 from fullshard.wire.runs import runs_of
 
@@ -113,7 +113,7 @@ class BlockSpec(CodedSpec):
         exchange = residual.exchange(gradient.device, pre)
         before, after = self._cut(exchange.before), self._cut(exchange.after)
         for (part, code, first), old, new in zip(holders, before, after, strict=True):
-            self._encode_with(part, code, first, keys, Exchange(old, new, exchange.factor))
+            self._encode_with(part, code, first, keys, ResidualUpdate(old, new, exchange.factor))
 
     def _cut(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the contiguous shards of ``by_holder`` in a flat tensor."""
@@ -128,7 +128,7 @@ class BlockSpec(CodedSpec):
         codes: torch.Tensor,
         first_rank: int,
         keys: Sequence[int],
-        exchange: Exchange,
+        exchange: ResidualUpdate,
     ) -> None:
         """As ``encode``, of numbers and what was lost of earlier ones; keeps what is lost now.
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ErrorFeedback", "Exchange", "Residual"]
+__all__ = ["ErrorFeedback", "Residual", "ResidualUpdate"]
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _Factor = float | torch.Tensor  # a number, or a 0-d tensor, which the host does not wait for
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ResidualUpdate:
     """Source and target of an encoding.
 
     Attributes:
@@ -199,7 +199,7 @@ class Residual:
         self._feedback = feedback
         self._spare: torch.Tensor | None = None  # memory of a copy that is out of date
 
-    def exchange(self, device: torch.device, pre: _Factor) -> Exchange:
+    def exchange(self, device: torch.device, pre: _Factor) -> ResidualUpdate:
         """Return what the encoding of one gradient reads and writes.
 
         Args:
@@ -215,7 +215,7 @@ class Residual:
         if not self._feedback.follows:
             before, was = self.kept.numbers, self.kept.unit
             self.kept = _Copy(before, unit, scale)
-            return Exchange(before, before, unit / was)
+            return ResidualUpdate(before, before, unit / was)
         if self.changed is None:
             before, was = self.kept.numbers, self.kept.unit
             after = torch.empty_like(before) if self._spare is None else self._spare
@@ -224,7 +224,7 @@ class Residual:
             was = self._without_skipped(self.kept, self.changed, scale)
             before = after = self.changed.numbers
         self.changed = _Copy(after, unit, scale)
-        return Exchange(before, after, unit / was)
+        return ResidualUpdate(before, after, unit / was)
 
     def commit(self) -> None:
         """Note a step that used the sent gradients."""

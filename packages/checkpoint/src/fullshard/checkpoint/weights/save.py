@@ -33,7 +33,7 @@ from fullshard.checkpoint.weights.layout import (
 from fullshard.checkpoint.weights.matching import Rename, naming_of
 from fullshard.checkpoint.weights.ranks import SAVING, attempt
 from fullshard.checkpoint.weights.report import SaveReport
-from fullshard.checkpoint.weights.sending import Block, Rounds, blocks_of, shares_of
+from fullshard.checkpoint.weights.sending import FileBlock, Rounds, blocks_of, shares_of
 from fullshard.checkpoint.weights.tensors import (
     ModelTensor,
     groups_of,
@@ -285,13 +285,13 @@ class _Saving:
         job, jobs = file * each + part, len(self._files) * each
         return job % self._size if jobs > self._size else job * self._size // jobs
 
-    def _batches(self) -> list[list[list[Block]]]:
+    def _batches(self) -> list[list[list[FileBlock]]]:
         """Return what each rank writes in each round."""
         jobs = len(self._files) * self._options.writers_per_file
         # the received parts, a block of the file, and the parts for every writer
         limit = self._options.buffer_bytes // (min(jobs, self._size) + 2) // 16 * 16
         sharded = [each.sharded for each in self._tensors]
-        found: list[list[list[Block]]] = [[] for _ in range(self._size)]
+        found: list[list[list[FileBlock]]] = [[] for _ in range(self._size)]
         for number, file in enumerate(self._files):
             at = first = len(file.header)
             part = max(1, -(-(file.nbytes - first) // self._options.writers_per_file))
@@ -314,7 +314,7 @@ class _Saving:
                 if not self._options.checksums:  # else they are known in the end
                     self._put(number, memoryview(file.header), 0)
 
-    def _write(self, block: Block, content: memoryview) -> None:
+    def _write(self, block: FileBlock, content: memoryview) -> None:
         if block.file not in self._open:  # another rank began it
             flags = os.O_WRONLY | os.O_CLOEXEC
             self._open[block.file] = os.open(self._folder.written(block.file), flags)
@@ -378,7 +378,7 @@ class _Saving:
             raise
 
 
-def _add(rounds: list[list[Block]], block: Block, limit: int) -> None:
+def _add(rounds: list[list[FileBlock]], block: FileBlock, limit: int) -> None:
     """Add ``block`` to the last of a rank's rounds, or to a new one."""
     if not rounds or sum(each.nbytes for each in rounds[-1]) + block.nbytes > limit:
         rounds.append([])

@@ -26,7 +26,7 @@ from fullshard.checkpoint.weights.layout import FileTensor
 from fullshard.checkpoint.weights.tensors import ModelTensor
 from fullshard.comm import EventKind, check_collective
 
-__all__ = ["Block", "Rounds", "Share", "blocks_of", "shares_of"]
+__all__ = ["FileBlock", "Rounds", "Share", "blocks_of", "shares_of"]
 
 _ALIGNED = 16  # bytes: the widest dtype
 
@@ -110,7 +110,7 @@ def shares_of(
 
 
 @dataclass(frozen=True)
-class Block:
+class FileBlock:
     """Neighbouring bytes of a file, a part of one tensor.
 
     Attributes:
@@ -131,13 +131,13 @@ class Block:
         return self.box.numel * self.shares.tensor.dtype.itemsize
 
 
-def blocks_of(file: int, shares: Shares, start: int, limit: int) -> Iterator[Block]:
+def blocks_of(file: int, shares: Shares, start: int, limit: int) -> Iterator[FileBlock]:
     """Yield the blocks of a tensor that begins at byte ``start``, of at most ``limit`` bytes."""
     tensor = shares.tensor
     size = tensor.dtype.itemsize
     for box in divided(Box.whole(tensor.shape), lambda part: part.numel * size, limit):
         first, _ = span_of(box, tensor.shape)
-        yield Block(file, shares, box, start + first * size)
+        yield FileBlock(file, shares, box, start + first * size)
 
 
 class Rounds:
@@ -151,7 +151,7 @@ class Rounds:
         self,
         tensors: Sequence[ModelTensor],
         sender: Sender | None,
-        batches: Sequence[Sequence[Sequence[Block]]],
+        batches: Sequence[Sequence[Sequence[FileBlock]]],
     ) -> None:
         """Take who saves; ``batches``: per rank and round what it writes."""
         self._tensors = tensors
@@ -162,7 +162,7 @@ class Rounds:
         self._block = bytearray()
         self.sent = 0
 
-    def run(self, write: Callable[[Block, memoryview], None]) -> Exception | None:
+    def run(self, write: Callable[[FileBlock, memoryview], None]) -> Exception | None:
         """Run all rounds, and return what ``write`` raised on this rank.
 
         Args:
@@ -207,7 +207,7 @@ class Rounds:
         return list(received.cpu().split(come_sizes))
 
     @staticmethod
-    def _from(rank: int, blocks: Sequence[_Parts]) -> list[tuple[Block, Share]]:
+    def _from(rank: int, blocks: Sequence[_Parts]) -> list[tuple[FileBlock, Share]]:
         return [
             (parts.block, share) for parts in blocks for share in parts.shares if share.rank == rank
         ]
@@ -244,17 +244,17 @@ class Rounds:
 class _Parts:
     """A block and its parts by sending rank, in order."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: FileBlock) -> None:
         self.block = block
         self.shares = list(block.shares.of(block.box))
 
 
-def _aligned(block: Block, share: Share) -> int:
+def _aligned(block: FileBlock, share: Share) -> int:
     nbytes = share.piece.in_file.numel * block.shares.tensor.dtype.itemsize
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
-def _typed(memory: torch.Tensor, block: Block, share: Share) -> torch.Tensor:
+def _typed(memory: torch.Tensor, block: FileBlock, share: Share) -> torch.Tensor:
     """Return the front of ``memory`` as the tensor of what ``share`` gives."""
     dtype, size = block.shares.tensor.dtype, share.piece.in_file.size
     nbytes = share.piece.in_file.numel * dtype.itemsize

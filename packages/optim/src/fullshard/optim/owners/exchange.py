@@ -1,248 +1,169 @@
-"""Exchanges: matrices travel from the ranks that hold their parts to their owners, and back.
+"""Exchanges: each rank gives each other one values of any number, all in one launch.
 
-Owns which part of a batch of matrices goes where, each once: with W ranks, (W-1)/W of all elements
-to the owners, and as many back to each replica. The part that a rank keeps for itself is copied,
-not sent. ``moving`` moves values. Knows matrices and boxes; refuses to know what an owner computes.
-
-[Note: who sends] The ranks of a replicating axis hold copies of a part, and one rank sends the
-part: the rank with the owner's coordinates on these axes. The result goes to all.
+Owns: the choice between memory that the ranks of one host share and the process group's all-to-all,
+and the layout of both. A value in shared memory is written once and read there; through sockets it
+is copied four times. Refuses: knowing what values are; callers write and read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.distributed as dist
 
-from fullshard.checkpoint.spi import Box
-from fullshard.comm.spi import foreach_copy
-from fullshard.optim.owners.moving import Exchange
-from fullshard.optim.owners.ranks import Ranks
+from fullshard.comm import EventKind, PeerLostError, SharedMemoryTransport, check_collective
+from fullshard.comm.spi import AutomaticTransport, NoRoomError, SeveralWorks, emit, shares_memory
 
-__all__ = ["Arrived", "Batch", "Matrix", "Travelling", "Wait"]
+__all__ = ["Access", "ExchangeInFlight", "ValueExchange"]
 
-_NAME = "matrices of an optimizer"
+Access = Callable[[Mapping[int, torch.Tensor]], None]
+"""What a caller does with its values, flat, by the rank that they go to or come from."""
 
-Wait = Callable[[], None]
-"""Returns once all that is on its way to this rank has come, and was taken."""
-
-
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """A matrix that its owner computes.
-
-    Attributes:
-        param: the number of its parameter, in the order that the caller knows.
-        number: its own among the matrices of that parameter.
-        box: what of the parameter it is.
-        owner: which of the ranks computes it.
-        held: what each rank has of the parameter.
-        replicated: the mesh axes whose ranks hold copies.
-    """
-
-    param: int
-    number: int
-    box: Box
-    owner: int
-    held: tuple[Box, ...]
-    replicated: tuple[int, ...]
+_MOST = 1 << 28
+"""Bytes of the largest exchange through shared memory, which keeps room for two like it."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """The part of a matrix, by its place in the batch, that one rank holds."""
+class ExchangeInFlight:
+    """An exchange that was launched.
 
-    matrix: int
-    box: Box
+    Attributes:
+        work: the handle of the collective.
+        name: what the values are.
+    """
+
+    work: dist.Work
+    name: str
+
+    def wait(self) -> None:
+        """Return once this rank has read what the others gave.
+
+        Raises:
+            PeerLostError: where ranks share memory, if one has ended or does not come in time.
+        """
+        with _saying_where(self.name):
+            self.work.wait()
 
 
-_Values = list[tuple[_Piece, torch.Tensor]]
-
-
-class _Route:
-    """Pieces that travel in one direction, step after step."""
+class ValueExchange:
+    """Values that go from each rank of a process group to each other one, launch after launch."""
 
     def __init__(
-        self, pieces: Mapping[tuple[int, int], list[_Piece]], ranks: Ranks, dtype: torch.dtype
+        self,
+        numels: Mapping[tuple[int, int], int],
+        dtype: torch.dtype,
+        device: torch.device,
+        process_group: dist.ProcessGroup,
+        name: str,
     ) -> None:
-        """Plan it; ``pieces``: all, by the ranks that give and take them."""
-        own = ranks.index
-        others = {pair: each for pair, each in pieces.items() if pair[0] != pair[1]}
-        self._kept = pieces.get((own, own), [])
-        self._given = {taker: each for (giver, taker), each in others.items() if giver == own}
-        self._taken = {giver: each for (giver, taker), each in others.items() if taker == own}
-        self._exchange: Exchange | None = None
-        if others:
-            assert ranks.process_group is not None and ranks.device is not None, "they are several"
-            numels = {pair: sum(map(_numel, each)) for pair, each in others.items()}
-            self._exchange = Exchange(numels, dtype, ranks.device, ranks.process_group, _NAME)
-
-    def launch(
-        self, view: Callable[[_Piece], torch.Tensor], take: Callable[[_Values], None]
-    ) -> Wait:
-        """Send what goes to others.
+        """Plan it; a collective call, the first time for these ranks.
 
         Args:
-            view: returns the values of a piece, in any dtype.
-            take: gets the pieces that came and those that stay, at the latest when they are waited
-                for. Their memory is others' afterwards.
+            numels: how many values go from one rank to another, by their ranks in the process
+                group: equal, and in equal order, on all ranks.
+            dtype: that of the values while they travel.
+            device: what the process group moves.
+            process_group: the ranks.
+            name: what the values are, for events, debug mode and errors.
         """
-        kept = [(piece, view(piece)) for piece in self._kept]
+        self._dtype, self._device, self._name = dtype, device, name
+        self._process_group = process_group
+        self._nbytes = dtype.itemsize * sum(numels.values())
+        given: dict[int, slice] = {}
+        taken: dict[int, slice] = {}
+        rank, ends = process_group.rank(), itertools.accumulate(numels.values())
+        for ((giver, taker), numel), end in zip(numels.items(), ends, strict=True):
+            if giver == rank:
+                given[taker] = slice(end - numel, end)
+            if taker == rank:
+                taken[giver] = slice(end - numel, end)
+        self._given, self._taken = dict(sorted(given.items())), dict(sorted(taken.items()))
+        AutomaticTransport().resolve(process_group, device)
 
-        def write(memory: Mapping[int, torch.Tensor]) -> None:
-            given = _split(self._given, memory)
-            foreach_copy([there for _, there in given], [view(piece) for piece, _ in given])
-
-        def read(memory: Mapping[int, torch.Tensor]) -> None:
-            take([*kept, *_split(self._taken, memory)])
-
-        if self._exchange is None:
-            return lambda: read({})
-        return self._exchange.launch(write, read).wait
-
-
-def _numel(piece: _Piece) -> int:
-    return piece.box.numel
-
-
-def _split(pieces: Mapping[int, list[_Piece]], memory: Mapping[int, torch.Tensor]) -> _Values:
-    """Return pieces, by rank, each with its part of that rank's memory."""
-    found: _Values = []
-    for rank, flat in memory.items():
-        parts = flat.split(list(map(_numel, pieces[rank])))
-        for piece, part in zip(pieces[rank], parts, strict=True):
-            found.append((piece, part.view(piece.box.size)))
-    return found
-
-
-class Batch:
-    """Matrices that travel together.
-
-    Attributes:
-        matrices: all of them.
-        owned: the places of those that this rank owns.
-        ranks: who exchange.
-    """
-
-    def __init__(self, matrices: Sequence[Matrix], ranks: Ranks, dtype: torch.dtype) -> None:
-        """Plan both ways; a collective call, the first time for these ranks.
+    def launch(self, write: Access, read: Access) -> ExchangeInFlight:
+        """Start it: a collective call.
 
         Args:
-            matrices: equal, and in equal order, on all of ``ranks``.
-            ranks: who exchange.
-            dtype: in which matrices travel and arrive.
+            write: gets memory for what this rank gives to each other one, and fills it at once.
+            read: gets what each other one gave, in ``wait()`` or before; it is gone afterwards.
+
+        Raises:
+            PeerLostError: as ``ExchangeInFlight.wait``.
+            CollectiveMismatchError: in debug mode, if the ranks did not come to the same one.
         """
-        self.matrices = tuple(matrices)
-        self.owned = [at for at, each in enumerate(matrices) if each.owner == ranks.index]
-        self.ranks = ranks
-        self._dtype = dtype
-        self._there = _Route(self._pieces_there(), ranks, dtype)
-        self._back = _Route(self._pieces_back(), ranks, dtype)
+        group, name = self._process_group, self._name
+        check_collective(EventKind.ALL_TO_ALL, name, group, nbytes=self._nbytes)
+        sent = self._dtype.itemsize * sum(map(_length, self._given.values()))
+        emit(EventKind.ALL_TO_ALL, name, rank=dist.get_rank(), nbytes=sent)
+        if 0 < self._nbytes <= _MOST and shares_memory(group, self._device):
+            try:
+                with _saying_where(name):
+                    return ExchangeInFlight(self._through_memory(write, read), name)
+            except NoRoomError:  # on all ranks
+                pass
+        return ExchangeInFlight(self._all_to_all(write, read), name)
 
-    def _pieces_there(self) -> dict[tuple[int, int], list[_Piece]]:
-        """Return what each holder gives to each owner; see [Note: who sends]."""
-        places = self.ranks.coordinates
-        found: dict[tuple[int, int], list[_Piece]] = {}
-        for owner, holder, piece in self._pieces():
-            replicated = self.matrices[piece.matrix].replicated
-            if all(places[owner][axis] == places[holder][axis] for axis in replicated):
-                found.setdefault((holder, owner), []).append(piece)
-        return found
+    def _through_memory(self, write: Access, read: Access) -> dist.Work:
+        def access(use: Access, places: Mapping[int, slice], region: torch.Tensor) -> None:
+            values = region.view(self._dtype)
+            use({rank: values[place] for rank, place in places.items()})
 
-    def _pieces_back(self) -> dict[tuple[int, int], list[_Piece]]:
-        """Return what each owner gives to each holder."""
-        found: dict[tuple[int, int], list[_Piece]] = {}
-        for owner, holder, piece in self._pieces():
-            found.setdefault((owner, holder), []).append(piece)
-        return found
+        return SharedMemoryTransport().exchange(
+            self._process_group,
+            self._nbytes,
+            partial(access, write, self._given),
+            partial(access, read, self._taken),
+        )
 
-    def _pieces(self) -> Iterator[tuple[int, int, _Piece]]:
-        """Yield owner, holder and piece, in one order on all ranks."""
-        for at, each in enumerate(self.matrices):
-            for holder, held in enumerate(each.held):
-                box = each.box.overlap(held)
-                if box.numel:
-                    yield each.owner, holder, _Piece(at, box)
+    def _all_to_all(self, write: Access, read: Access) -> dist.Work:
+        sent, to = self._buffer(self._given)
+        received, came = self._buffer(self._taken)
+        write(to)
+        work = dist.all_to_all_single(
+            received.view(torch.uint8),  # gloo knows fewer dtypes
+            sent.view(torch.uint8),
+            self._sizes(came),
+            self._sizes(to),
+            group=self._process_group,
+            async_op=True,
+        )
+        assert work is not None, "it is asynchronous"
+        return SeveralWorks((work,), partial(_arrived, sent, came, read))
 
-    def to_owners(self, parts: Mapping[int, torch.Tensor]) -> Travelling:
-        """Return all matrices, on their way to their owners.
+    def _buffer(self, places: Mapping[int, slice]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Return memory for these values end to end, and the part of each rank, in order."""
+        numels = list(map(_length, places.values()))
+        whole = torch.empty(sum(numels), dtype=self._dtype, device=self._device)
+        return whole, dict(zip(places, whole.split(numels), strict=True))
 
-        Args:
-            parts: this rank's part of each parameter, in any dtype.
-        """
-        device = self.ranks.device or next(iter(parts.values())).device
-        whole = {
-            at: torch.empty(self.matrices[at].box.size, dtype=self._dtype, device=device)
-            for at in self.owned
-        }
-
-        def view(piece: _Piece) -> torch.Tensor:
-            matrix = self.matrices[piece.matrix]
-            return piece.box.of(parts[matrix.param], matrix.held[self.ranks.index])
-
-        def take(came: _Values) -> None:
-            for piece, values in came:
-                piece.box.of(whole[piece.matrix], self.matrices[piece.matrix].box).copy_(values)
-
-        return Travelling(whole, self._there.launch(view, take))
-
-    def to_holders(
-        self, results: Mapping[int, torch.Tensor], take: Callable[[Sequence[Arrived]], None]
-    ) -> Wait:
-        """Send the results of all owners to the ranks that hold their parts.
-
-        Args:
-            results: ``[rows, columns]`` for each matrix that this rank owns.
-            take: gets each part of a result that this rank holds, at the latest when they are
-                waited for, and keeps none.
-        """
-
-        def view(piece: _Piece) -> torch.Tensor:
-            box = self.matrices[piece.matrix].box
-            return piece.box.of(results[piece.matrix].view(box.size), box)
-
-        def arrive(came: _Values) -> None:
-            own, matrices = self.ranks.index, self.matrices
-            take(
-                [
-                    Arrived(matrices[piece.matrix], piece.box, matrices[piece.matrix].held[own], at)
-                    for piece, at in came
-                ]
-            )
-
-        return self._back.launch(view, arrive)
+    def _sizes(self, parts: Mapping[int, torch.Tensor]) -> list[int]:
+        """Return how many bytes go to or come from each rank."""
+        sizes = [0] * self._process_group.size()
+        for rank, part in parts.items():
+            sizes[rank] = part.nbytes
+        return sizes
 
 
-@dataclass(frozen=True, slots=True)
-class Travelling:
-    """Matrices on their way to their owners."""
-
-    whole: Mapping[int, torch.Tensor]
-    arrive: Wait
-
-    def wait(self) -> dict[int, torch.Tensor]:
-        """Return the matrices that this rank owns, ``[rows, columns]``, by their place."""
-        self.arrive()
-        return {at: each.view(each.shape[-2:]) for at, each in self.whole.items()}
+def _arrived(sent: torch.Tensor, came: Mapping[int, torch.Tensor], read: Access) -> None:
+    """Read what came; ``sent`` was kept until now, as the collective read it."""
+    read(came)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A part of an owner's result that this rank holds.
+def _length(place: slice) -> int:
+    length: int = place.stop - place.start
+    return length
 
-    Attributes:
-        matrix: of which it is a part.
-        box: what of the parameter it is.
-        held: what this rank has of the parameter.
-        values: the result.
-    """
 
-    matrix: Matrix
-    box: Box
-    held: Box
-    values: torch.Tensor
-
-    def of(self, data: torch.Tensor) -> torch.Tensor:
-        """Return the same part of ``data``, this rank's shard."""
-        return self.box.of(data, self.held)
+@contextmanager
+def _saying_where(name: str) -> Iterator[None]:
+    """Let the error of a lost rank say in which exchange this one was."""
+    try:
+        yield
+    except PeerLostError as error:
+        error.say_where("exchange", name)
+        raise

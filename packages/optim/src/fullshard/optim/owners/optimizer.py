@@ -17,8 +17,8 @@ from fullshard.optim.base.loading import Shapes
 from fullshard.optim.base.optimizer import ShardedOptimizer
 from fullshard.optim.base.options import require_betas, require_not_negative, require_one_of
 from fullshard.optim.base.stepped import Stepped
-from fullshard.optim.owners.exchange import Arrived
 from fullshard.optim.owners.matrices import require_matrices
+from fullshard.optim.owners.matrix_exchange import Arrived
 from fullshard.optim.owners.schedule import Job, Schedule
 from fullshard.sharding.spi import untraced
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.checkpoint.spi import Box
-from fullshard.optim.owners.exchange import Arrived, Batch, Matrix
+from fullshard.optim.owners.matrix_exchange import Arrived, Batch, Matrix
 from fullshard.optim.owners.ownership import held_by, replicated_axes
 from fullshard.sharding.spi import ShardingSpec
 

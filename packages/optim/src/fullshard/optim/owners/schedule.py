@@ -16,8 +16,8 @@ import torch
 
 from fullshard.checkpoint.spi import Box
 from fullshard.optim.owners.balance import owners_of
-from fullshard.optim.owners.exchange import Arrived, Batch, Matrix, Travelling, Wait
 from fullshard.optim.owners.matrices import Split, matrices_of, matrix_shape
+from fullshard.optim.owners.matrix_exchange import Arrived, Batch, Matrix, Travelling, Wait
 from fullshard.optim.owners.ownership import held_by, replicated_axes
 from fullshard.optim.owners.ranks import ALONE, Ranks, ranks_of
 from fullshard.sharding.spi import ShardingSpec

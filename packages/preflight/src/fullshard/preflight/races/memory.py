@@ -28,7 +28,7 @@ from fullshard.preflight.races.regions import Region, region_of
 from fullshard.preflight.races.report import Access, Kind, Race
 from fullshard.preflight.simulation.streams import Actor, Machine
 
-__all__ = ["Block", "Memory", "Operation", "is_gone"]
+__all__ = ["Allocation", "Memory", "Operation", "is_gone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Operation:
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class Allocation:
     """Memory from its allocation to its end.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Freed:
 @dataclass(eq=False, slots=True)
 class _Entry:
     reference: weakref.ref[torch.UntypedStorage]
-    block: Block
+    block: Allocation
 
 
 class Memory:
@@ -100,31 +100,31 @@ class Memory:
         self._machine = machine
         self._names = names
         self._entries: dict[int, _Entry] = {}
-        self._gone: deque[tuple[Block, Line | None]] = deque()
+        self._gone: deque[tuple[Allocation, Line | None]] = deque()
         self._pools: dict[int, list[_Freed]] = {}  # by owner, what its next allocation may get
         self.races: dict[Race, int] = {}
         machine.before = self.settle
 
     # -- what is there ----------------------------------------------------------------------------
 
-    def find(self, storage: torch.UntypedStorage) -> Block | None:
+    def find(self, storage: torch.UntypedStorage) -> Allocation | None:
         """The memory of a storage; None if it was not seen before."""
         entry = self._entries.get(storage_address(storage))
         return None if entry is None or entry.reference() is None else entry.block
 
-    def meet(self, tensor: torch.Tensor, made: Operation | None) -> Block:
+    def meet(self, tensor: torch.Tensor, made: Operation | None) -> Allocation:
         """The memory of a tensor; new memory was allocated by ``made`` or an unknown operation."""
         storage = tensor.untyped_storage()
         block = self.find(storage)
         if block is None:
             owner = self._machine.default if made is None else made.actor
-            block = Block(owner, storage.nbytes(), made)
+            block = Allocation(owner, storage.nbytes(), made)
             self._adopt(storage, block)
             if made is not None:
                 self._reuse(made)
         return block
 
-    def _adopt(self, storage: torch.UntypedStorage, block: Block) -> None:
+    def _adopt(self, storage: torch.UntypedStorage, block: Allocation) -> None:
         address = storage_address(storage)
 
         def gone(reference: object) -> None:  # at any time: clocks must not change here
@@ -155,13 +155,13 @@ class Memory:
         if nbytes == before:
             return
         if block is None:
-            block = Block(self._machine.default, before, None)
+            block = Allocation(self._machine.default, before, None)
         if before:
             self._freed(block, here())
         stream = self._machine.current()
         line = here()
         made = Operation("UntypedStorage.resize_", stream, stream.time, line)
-        after = Block(stream, nbytes, made if nbytes else None, label=block.label)
+        after = Allocation(stream, nbytes, made if nbytes else None, label=block.label)
         if nbytes < before:
             after.freed = Operation("freed", stream, stream.time, line)
         self._adopt(storage, after)
@@ -173,7 +173,7 @@ class Memory:
         while self._gone:
             self._freed(*self._gone.popleft())
 
-    def _freed(self, block: Block, line: Line | None) -> None:
+    def _freed(self, block: Allocation, line: Line | None) -> None:
         owner, host = block.owner, self._machine.host
         if owner is host:  # allocators of page-locked memory wait for copies
             return
@@ -202,7 +202,7 @@ class Memory:
         name = self._named(block, region)
         self._found(Kind.GONE, name, (freed, True), (operation, writes))
 
-    def use(self, tensor: torch.Tensor, operation: Operation, *, writes: bool) -> Block:
+    def use(self, tensor: torch.Tensor, operation: Operation, *, writes: bool) -> Allocation:
         """Follow an operation that reads or writes a tensor."""
         block = self.meet(tensor, None)
         if tensor.numel() == 0:
@@ -240,7 +240,7 @@ class Memory:
         race = Race(kind, memory, _access(*first), _access(*second), again)
         self.races[race] = self.races.get(race, 0) + 1
 
-    def _named(self, block: Block, region: Region) -> str:
+    def _named(self, block: Allocation, region: Region) -> str:
         for entry in list(self._entries.values()):  # an entry may be removed during the loop
             storage = entry.reference() if entry.block is block else None
             found = "" if storage is None else self._names.of(storage, region)

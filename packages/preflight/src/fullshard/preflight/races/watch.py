@@ -33,7 +33,7 @@ _UNORDERED = ("prim",)  # questions, no operations
 _LAUNCHED = {EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER, EventKind.ALL_REDUCE}
 
 
-class Watch(DispatchMode):
+class RaceMode(DispatchMode):
     """A mode that reports the operations and memory accesses of this thread to the checker."""
 
     def __init__(self, machine: Machine) -> None:
@@ -221,10 +221,10 @@ def watch_races(*, expect_collectives: bool = True) -> Iterator[RaceReport]:
 
 
 @contextmanager
-def _watching_into(report: RaceReport) -> Iterator[Watch]:
+def _watching_into(report: RaceReport) -> Iterator[RaceMode]:
     """Watch what runs inside the ``with`` block, and complete ``report`` however it ends."""
     machine = Machine()
-    watch = Watch(machine)
+    watch = RaceMode(machine)
     with DispatchMode():  # the first one makes torch import what subclasses events
         torch.empty(0)
     with ExitStack() as stack:
@@ -240,7 +240,7 @@ def _watching_into(report: RaceReport) -> Iterator[Watch]:
         report.ended = True
 
 
-def _complete(report: RaceReport, watch: Watch) -> None:
+def _complete(report: RaceReport, watch: RaceMode) -> None:
     watch.memory.settle()
     report.races.update(watch.memory.races)
     report.operations.update(watch.counts)

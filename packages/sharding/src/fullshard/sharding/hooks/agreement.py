@@ -74,7 +74,7 @@ def check_agreement(states: Sequence[ModuleState], root: ModuleState, error: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Exchange:
+class _GroupExchange:
     """The exchange of one process group.
 
     Attributes:
@@ -97,7 +97,7 @@ def _ranks_of(state: ModuleState) -> frozenset[int]:
     return frozenset(state.mesh_info.mesh.mesh.flatten().tolist())
 
 
-def _exchanges(states: Sequence[ModuleState]) -> list[_Exchange]:
+def _exchanges(states: Sequence[ModuleState]) -> list[_GroupExchange]:
     """Return an exchange per process group: those that shard, then replicas, then the optional.
 
     The first two by the meshes of the modules, not of the groups: a rank may have no parameter in
@@ -121,12 +121,12 @@ def _exchanges(states: Sequence[ModuleState]) -> list[_Exchange]:
             elif state not in first[process_group]:
                 first[process_group].append(state)
     again = [
-        _Exchange(process_group=process_group, members=[], optional=False)
+        _GroupExchange(process_group=process_group, members=[], optional=False)
         for process_group, members in first.items()
         if any(_has_other_meshes(state) for state in members)
     ]
     return [
-        _Exchange(process_group=process_group, members=members, optional=found is others)
+        _GroupExchange(process_group=process_group, members=members, optional=found is others)
         for found in (first, others)
         for process_group, members in found.items()
     ] + again

@@ -61,7 +61,7 @@ def set_apart(label: str, name: str) -> Iterator[None]:
         yield
 
 
-class _Watch(torch.autograd.Function):
+class _WatchedIdentity(torch.autograd.Function):
     """The identity: the gradient that comes through it begins the backward of a forward pass."""
 
     generate_vmap_rule = True
@@ -95,7 +95,7 @@ def _watched(hook: _Hook, tensor: torch.Tensor) -> torch.Tensor:
         )
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
-    watched: torch.Tensor = _Watch.apply(hook, tensor)  # type: ignore[no-untyped-call]  # torch: untyped
+    watched: torch.Tensor = _WatchedIdentity.apply(hook, tensor)  # type: ignore[no-untyped-call]  # torch: untyped
     return watched
 
 

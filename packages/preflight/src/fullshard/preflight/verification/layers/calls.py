@@ -85,7 +85,7 @@ class Recorder:
 
     def watching(self) -> TorchFunctionMode:
         """Return a context that notes parameters used outside the layers; for the forward."""
-        return _Watch(self._note_outside)
+        return _ParameterMode(self._note_outside)
 
     def _before(
         self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -139,7 +139,7 @@ class Recorder:
                     self.outside.add((path, name))
 
 
-class _Watch(TorchFunctionMode):
+class _ParameterMode(TorchFunctionMode):
     """A mode that reports each parameter that a torch function takes."""
 
     def __init__(self, tell: Callable[[nn.Parameter], None]) -> None:
