@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm import DefaultAllGather, ProcessGroupTransport
+from fullshard.sharding import fully_shard
 from fullshard.sharding import unsharded as fullshard_unsharded
 from fullshard.sharding.base.states import LeaseKind, ShardedState
 from support.events.models import batch, make_net
@@ -262,3 +265,35 @@ def test_only_a_forward_that_ran_stays_unsharded() -> None:
     handle.remove()
     assert group_of(net.blocks[1]).state is ShardedState.SHARDED
     assert group_of(net).state is ShardedState.SHARDED
+
+
+class _Noting(DefaultAllGather):
+    """Notes whether each gather was to be asynchronous."""
+
+    def __init__(self) -> None:
+        super().__init__(transport=ProcessGroupTransport())
+        self.asked: list[bool] = []
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.asked.append(async_op)
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@distributed(2)
+def test_a_gather_by_hand_is_asynchronous_if_the_user_asks_for_it(async_op: bool) -> None:
+    model: Any = fully_shard(nn.Linear(4, 4))
+    noting = _Noting()
+    model.set_custom_all_gather(noting)
+    handle = model.unshard(async_op=async_op)
+    assert noting.asked == [async_op]
+    assert isinstance(model.weight, DTensor) == async_op  # until the handle is waited for
+    if handle is not None:
+        handle.wait()
+    assert not isinstance(model.weight, DTensor)

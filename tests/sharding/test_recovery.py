@@ -19,8 +19,10 @@ from torch import nn
 from fullshard.comm import (
     CollectiveMismatchError,
     DefaultAllGather,
+    EventLog,
     ProcessGroupTransport,
     SharedMemoryError,
+    observe,
     reset_shared_memory,
     shared_memory_statistics,
 )
@@ -86,6 +88,25 @@ def _stack(**options: Any) -> tuple[Any, nn.Module]:
     for layer in net.layers:
         fully_shard(layer, **options)
     return fully_shard(net, **options), plain
+
+
+@distributed(2)
+def test_after_a_reset_groups_are_reduced_as_if_the_forward_before_had_not_been() -> None:
+    """In the order of their backward, not at its end: no forward before the reset is awaited."""
+    seen = []
+    for abandoned in (False, True):
+        net, _ = _stack()
+        for module in (*net.layers, net):
+            module.set_reduce_bucket_cap(0.0, recurse=False)
+        held = net(_batch(0, dist.get_rank())) if abandoned else None
+        net.reset_iter_state()
+        log = EventLog()
+        with observe(log):
+            _backward(net, 1)
+        seen.append([(str(event.kind), event.name) for event in log.events])
+        del held
+    assert seen[0] == seen[1]
+    assert ("reduce", "layers.2") in seen[0]
 
 
 def _batch(micro: int, rank: int) -> torch.Tensor:

@@ -338,6 +338,21 @@ def _closed_and_changed(model: Any, kind: Any) -> Any:
     return optimizer
 
 
+def _raised_halfway(model: Any, kind: Any) -> Any:
+    """Steps raise at the second group; the first has its new parameters and state."""
+    params = list(model.parameters())
+    optimizer = kind([{"params": params[:2]}, {"params": params[2:]}])
+    for step in range(3):
+        second = optimizer.param_groups[1]
+        rate, second["lr"] = second["lr"], "no number"
+        _backward(model, step)
+        with pytest.raises(TypeError):
+            optimizer.step()
+        second["lr"] = rate
+        _train(model, optimizer, range(step, step + 1))
+    return optimizer
+
+
 CHANGES = (
     _replace_values,
     _replace_dicts,
@@ -351,6 +366,7 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "a hook sets the rate": partial(_hooked, hook=_slower),
     "a hook drops a gradient": partial(_hooked, hook=_no_gradient_for_the_gain),
     "a scheduler and another group": _scheduled,
+    "steps that raise": _raised_halfway,
     "a closure": _closed,
     "a closure that changes things": _closed_and_changed,
 }
@@ -365,6 +381,7 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
         "_exchange_names",
         "a hook drops a gradient",
         "a scheduler and another group",
+        "steps that raise",
         "a closure",
     ),
 )

@@ -14,7 +14,8 @@ policy returns unmoved are not copied.
 
 Shadows over the shards' own memory are kept, with the state that is stepped, until the user or a
 step replaces an object in either. Finding that out must cost less than it saves, so flat lists are
-compared: what is to be avoided is a call in Python per parameter. Shadows that are copies live for
+compared: what is to be avoided is a call in Python per parameter. What a step that raises has put
+into this state stays for the next step, as in a plain optimizer. Shadows that are copies live for
 one step; only what ``step`` is called with keeps them alive. Their state is made where they are and
 stays there. A closure computes on the parameters themselves, so copies are written back before it
 and read again after it. A wrapping optimizer's copies are treated likewise while the optimizer
@@ -150,7 +151,7 @@ class ShadowOptimizer:
         self._state: Any = {}
         self._seen = _Contents({})  # what was in the user's state
         self._made = _Contents({})  # the objects then made for our state
-        self._is_stale = True  # ours may not be what is made of the user's
+        self._is_stale = True  # ours was not made for the present shadows
         self._options: list[dict[str, Any]] = []  # of the user's groups, when a closure began
 
     @staticmethod
@@ -188,9 +189,7 @@ class ShadowOptimizer:
         self._read_gradients()
         if self._seen.may_be_lost:
             self._seen.require_own_data(optimizer)
-        is_stale = self._is_stale or not self._seen.are_in(optimizer.state)
-        self._is_stale = True  # until the end of the step: anything until then may raise
-        if is_stale:
+        if self._is_stale or not self._seen.are_in(optimizer.state):
             self._show_state(optimizer)
         shadows, attributes = iter(self._all), vars(stepped)
         lists = {id(of): list(islice(shadows, len(of))) for of in map(_params, groups)}
@@ -214,12 +213,13 @@ class ShadowOptimizer:
 
     def _show_state(self, optimizer: Optimizer) -> None:
         """Make the stepped state from the user's state again, and remember the objects of both."""
-        self._state = copy.copy(optimizer.state)
-        self._state.clear()
+        shown = copy.copy(optimizer.state)
+        shown.clear()
         for param, real in optimizer.state.items():
             shadow = self._of.get(param)
             key = param if shadow is None else shadow.stepped
-            self._state[key] = real if shadow is None or not self._plain else shadow.to_plain(real)
+            shown[key] = real if shadow is None or not self._plain else shadow.to_plain(real)
+        self._state, self._is_stale = shown, False
         self._seen, self._made = _Contents(optimizer.state), _Contents(self._state)
 
     def _read_gradients(self) -> None:
@@ -277,7 +277,6 @@ class ShadowOptimizer:
         try:
             self._read_params()
             if self._plain:
-                self._is_stale = False  # an elementwise step calls its closure first
                 self._show(optimizer, stepped)
             else:
                 self._read_gradients()
@@ -311,7 +310,6 @@ class ShadowOptimizer:
             group.update({**result, "params": group["params"]})
         if state is not self._state or not self._made.are_in(state):
             self._take_state(optimizer, state)
-        self._is_stale = False
         for each in self._stepped:
             each.grad = None  # keeps no gradient's memory
         lists = set(map(id, map(_params, groups)))
