@@ -221,7 +221,8 @@ def test_gradients_that_a_user_assigns_moves_or_copies_are_no_error() -> None:
     expected = net()
     for each in (model, expected):
         each(batch()).sum().backward()
-        for param in each.parameters():
+        params: list[Any] = list(each.parameters())
+        for param in params:
             param.grad = param.grad.detach() * 0.5
     model.double().float()
     copies = [copy.deepcopy(param.grad) for param in model.parameters()]

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.spi import finish_threads_at_exit
+
 __all__ = ["own_group", "ranks_of"]
 
 _PATIENCE = timedelta(days=1)  # a consumer, or a disk, may be slow; a lost rank is noticed at once
@@ -30,6 +32,7 @@ def own_group(purpose: str) -> dist.ProcessGroup:
     """
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialised"
+    finish_threads_at_exit()
     groups = _made.setdefault(world, {})
     if purpose not in groups:
         groups[purpose] = dist.new_group(backend="gloo", timeout=_PATIENCE)

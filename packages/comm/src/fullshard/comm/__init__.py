@@ -7,8 +7,6 @@ policies: ``fullshard.sharding`` builds those on top.
 
 from __future__ import annotations
 
-import atexit
-
 from fullshard.comm.buffers.allocator import (
     Allocator,
     CachingAllocator,
@@ -44,7 +42,6 @@ from fullshard.comm.runtime.observer import (
     StatisticsObserver,
     observe,
 )
-from fullshard.comm.runtime.process_exit import let_threads_finish
 from fullshard.comm.runtime.streams import CommStreams
 from fullshard.comm.same_host.same_host import (
     SharedMemoryStatistics,
@@ -125,5 +122,3 @@ __all__ = [
     "set_shared_memory",
     "shared_memory_statistics",
 ]
-
-atexit.register(let_threads_finish)

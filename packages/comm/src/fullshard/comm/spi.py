@@ -41,6 +41,7 @@ from fullshard.comm.runtime.compat import (
 from fullshard.comm.runtime.devices import DeviceTraits, can_pin, simulated, traits_of
 from fullshard.comm.runtime.host_reads import host_reads_by, host_values
 from fullshard.comm.runtime.observer import LISTENERS, emit
+from fullshard.comm.runtime.process_exit import finish_threads_at_exit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.required import require
 from fullshard.comm.runtime.streams import StreamEvent
@@ -95,6 +96,7 @@ __all__ = [
     "emit",
     "emit_launch",
     "exchange",
+    "finish_threads_at_exit",
     "foreach_all_gather_in_place",
     "foreach_copy",
     "foreach_lerp",

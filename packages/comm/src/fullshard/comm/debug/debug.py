@@ -9,6 +9,7 @@ another thread than the one that turned debug mode on. Refuses: how ranks find o
 from __future__ import annotations
 
 import atexit
+import functools
 import math
 import threading
 import weakref
@@ -25,6 +26,7 @@ from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.layouts.scaling import ReduceScaling, op_name
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.observer import EventKind
+from fullshard.comm.runtime.process_exit import finish_threads_at_exit
 
 __all__ = [
     "DEBUGGED",
@@ -86,12 +88,17 @@ def _here_at_last(timeout: float) -> _Debugged:
                 compat.default_store(), dist.get_rank(), dist.get_world_size()
             )
             found = _debugged[world] = _Debugged(desync_detector)
+            _at_exit()
     if found.timeout is None:
         found.desync_detector.begin()
     return found
 
 
-@atexit.register
+@functools.cache
+def _at_exit() -> None:
+    atexit.register(_say_that_it_ends)
+
+
 def _say_that_it_ends() -> None:
     """Tell ranks that wait for this one, if debug mode is on, that its program has ended."""
     if here := _here():
@@ -185,6 +192,7 @@ def check_collective(
         CollectiveMismatchError: on every rank alike, if they did not come to the same call in time.
         ValueError: if ``torch.distributed`` does not know the process group.
     """
+    finish_threads_at_exit()
     here = _here()
     if here is not None and here.timeout is not None:
         call = Call(kind=kind.value, name=name, nbytes=nbytes, detail=detail)

@@ -1,6 +1,7 @@
 """The end of a process: gloo's threads finish what they hold while there is still an interpreter.
 
-Owns: waiting for them, once, at exit. Refuses: waiting for other ranks, which may never come.
+Owns: waiting for them, once, at exit, in processes that had a collective of ours. Refuses: waiting
+for other ranks, which may never come.
 
 [Note: threads that outlive Python] A gloo thread releases a collective's tensors after it has
 notified the waiting threads. Releasing a tensor that Python knows takes the interpreter's lock. If
@@ -14,16 +15,28 @@ stopped.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import time
 from pathlib import Path
 
-__all__ = ["let_threads_finish"]
+__all__ = ["finish_threads_at_exit", "let_threads_finish"]
 
 _THREADS = Path("/proc/self/task")  # of Linux; where there is none, nothing is waited for
 _GLOO = "pt_gloo_runloop"  # what torch calls the threads that run gloo's collectives
 _FIELDS = ("Name", "State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 _PAUSE = 0.001  # seconds: a waiting thread gets the interpreter's lock in this time
 _PATIENCE = 30.0  # seconds
+
+
+@functools.cache
+def finish_threads_at_exit() -> None:
+    """Call ``let_threads_finish`` when this process ends. Later calls do nothing, without a frame.
+
+    Each way to a collective calls it: the configurations of gathers and reductions, and
+    ``check_collective``.
+    """
+    atexit.register(let_threads_finish)
 
 
 def let_threads_finish() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import BufferSource
 from fullshard.comm.layouts.scaling import ReduceScaling
+from fullshard.comm.runtime.process_exit import finish_threads_at_exit
 from fullshard.comm.runtime.streams import CommStreams, canonical_device
 from fullshard.comm.transports.collective import AllGather, Collective, ReduceScatter
 
@@ -34,9 +35,10 @@ class _Shared:
     collective: Collective = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Adapt the collective, and name the device as tensors do."""
+        """Adapt the collective, name the device as tensors do, and prepare for the exit."""
         object.__setattr__(self, "collective", Collective.of(self.comm))
         object.__setattr__(self, "device", canonical_device(self.device))
+        finish_threads_at_exit()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -277,7 +277,7 @@ class FSDPParam:
                 f"{self.name} was replaced by {_describe(found)}, as an assignment or "
                 "torch.func.functional_call does, but it must stay a parameter that is a DTensor "
                 f"of shape {tuple(self.shape)} with placements {self.spec.placements}; change "
-                "values in place, set its data, load a state dict, or make the new one of the "
+                "values in place, load a state dict, or make the new one of the "
                 "sharded parameter, as torch.empty_like(param) does"
             )
         require_same_hooks(self.name, self.sharded, found)
