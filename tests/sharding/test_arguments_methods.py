@@ -90,7 +90,7 @@ WRONG = [
     *not_a_bool("set_is_last_backward", "is_last_backward", recurses=False),
     *not_a_bool("set_manual_backward_finalization", "enabled", recurses=False),
     Wrong("finalize_backward", (), TypeError, ("async_op", "'yes'", "str"), {"async_op": "yes"}),
-    *not_a_bool("set_keep_unsharded_storage", "keep", recurses=False),
+    *not_a_bool("set_keep_unsharded_storage", "keep"),
     *not_a_bool("set_gather_on_read", "gather_on_read"),
     *not_a_bool("set_canonical_order", "enable", recurses=False),
     Wrong("set_canonical_order", (), TypeError, ("slack", "float"), {"slack": 1.5}),

@@ -87,6 +87,20 @@ def test_gradients_stay_on_the_unsharded_parameters_until_the_step_is_finished(
 
 
 @distributed(2)
+def test_without_synchronisation_each_backward_reshards_what_is_to_be_resharded() -> None:
+    """Also the groups whose inputs need no gradient, which no hook of a module reaches."""
+    net = _by_hand(make_net(ours, reshard_after_forward=False))
+    _backward(net, 0)
+    assert unsharded(net) == []
+    net.set_requires_gradient_sync(True)
+    _backward(net, 1)
+    assert unsharded(net) == ["root", "0"]
+    net.finalize_backward()
+    assert_all_returned(net)
+    assert_close_to(full_gradients(net), _wanted(0, 1))
+
+
+@distributed(2)
 def test_with_synchronisation_each_backward_reduces_and_the_gradients_appear_at_the_end() -> None:
     net = _by_hand(make_net(ours), synced=True)
     recorder = record(net)
@@ -193,6 +207,28 @@ def test_a_handle_sets_the_gradients_when_it_is_waited_for() -> None:
     assert_close_to(full_gradients(net), _wanted(0))
 
 
+@distributed(2)
+def test_a_handle_may_be_waited_for_after_the_next_backward() -> None:
+    """The forward is refused by torch's own."""
+    net = _by_hand(make_net(ours), synced=True)
+    _backward(net, 0)
+    first = net.finalize_backward(async_op=True)
+    _backward(net, 1)
+    second = net.finalize_backward(async_op=True)
+    second.wait()
+    first.wait()
+    assert_close_to(full_gradients(net), _wanted(0, 1))
+
+
+@distributed(2)
+def test_before_the_first_forward_there_is_nothing_to_finish() -> None:
+    net = make_net(ours)
+    assert net.finalize_backward() is None
+    net.finalize_backward(async_op=True).wait()
+    _backward(net, 0)
+    assert_close_to(full_gradients(net), _wanted(0))
+
+
 # -- meshes and ranks -----------------------------------------------------------------------------
 
 
@@ -242,6 +278,20 @@ def test_it_needs_manual_finalization_first() -> None:
     _backward(net, 0)
     with pytest.raises(RuntimeError, match=r"set_manual_backward_finalization\(True\) before"):
         net.finalize_backward()
+
+
+@distributed(2)
+def test_only_a_root_takes_it() -> None:
+    net = make_net(ours)
+    net.blocks[1].set_manual_backward_finalization(True)  # is its own root until the net runs
+    with pytest.raises(RuntimeError, match="FSDPBlock under the new root; call it on the root"):
+        _backward(net, 0)
+    net.blocks[1].set_manual_backward_finalization(False)
+    _backward(net, 0)
+    assert_close_to(full_gradients(net), _wanted(0))
+    for name in ("finalize", "choose"):
+        with pytest.raises(RuntimeError, match=r"called on 'blocks\.1', which is not the root"):
+            CALLS[name](net.blocks[1])
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {

@@ -138,6 +138,17 @@ def test_memory_stays_allocated_until_it_is_turned_off() -> None:
         assert _kept_bytes(net) == 0
 
 
+@distributed(2)
+def test_it_may_be_set_for_one_module_alone() -> None:
+    with private_memory():
+        net = make_net(ours)
+        net.blocks[1].set_keep_unsharded_storage(True)
+        net.set_keep_unsharded_storage(True, recurse=False)
+        net(batch()).sum().backward()
+        kept = [group.params[0].unsharded.untyped_storage().nbytes() > 0 for group in _groups(net)]
+    assert kept == [True, False, True, False]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @distributed(2, 1, matrix=[1])
 def test_it_can_be_turned_on_and_off_between_steps(way: str) -> None:

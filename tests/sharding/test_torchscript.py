@@ -17,7 +17,8 @@ from support.ranks import distributed
 from support.surface.errors import says
 from support.surface.ranks import full, full_parameters
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+# a DeprecationWarning, since torch 2.15 a FutureWarning
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 
 def _layers() -> nn.Module:

@@ -31,9 +31,9 @@ class UnshardHandle:
 class GradientReductionHandle:
     """The reductions that ``finalize_backward(async_op=True)`` launched."""
 
-    def __init__(self, context: RootContext) -> None:
-        """Wrap the root's state."""
-        self._context: RootContext | None = context
+    def __init__(self, context: RootContext | None = None) -> None:
+        """Wrap the root's state; without one, there is nothing to wait for."""
+        self._context = context
 
     def wait(self) -> None:
         """Wait for the reductions and set the gradients; further calls do nothing.

@@ -18,6 +18,7 @@ from fullshard.sharding.hooks.lookup import (
     groups_of,
     initialised_state,
     state_of,
+    the_root,
     the_state,
     the_states,
 )
@@ -48,16 +49,19 @@ class StepSettings:
         """Choose who finishes the backward of all groups under this root.
 
         By default each backward does at its end: it reduces gradients that no module's own backward
-        reduced, and reshards. With ``enabled`` nothing is finished until ``finalize_backward()``:
-        groups that a backward left unsharded stay unsharded, and gradients stay on the unsharded
-        parameters. Pipeline schedules need this. Set it before the forward.
+        reduced, and reshards. With ``enabled`` nothing is reduced until ``finalize_backward()``,
+        and gradients stay on the unsharded parameters. A group that a backward left unsharded stays
+        unsharded if synchronisation is on; else it reshards according to
+        ``set_reshard_after_backward``. Pipeline schedules need this. Set it on the root, before the
+        forward.
 
         Raises:
             TypeError: if ``enabled`` is not a bool.
-            RuntimeError: in the middle of a forward or backward.
+            RuntimeError: on a module that is not the root, or in the middle of a forward or
+                backward.
         """
         require_bool("enabled", enabled)
-        context = initialised_state(self).context
+        context = the_root(self, "set_manual_backward_finalization").context
         context.require_quiet("set_manual_backward_finalization")
         context.finalizes_by_hand = enabled
 
@@ -65,7 +69,8 @@ class StepSettings:
         """Finish the backward of all groups under this root, after the last backward of a step.
 
         Reduces the accumulated gradients, if synchronisation is on. Reshards according to
-        ``set_reshard_after_backward``. Call it on every rank.
+        ``set_reshard_after_backward``. Call it on the root, on every rank. Before the first forward
+        there is nothing to finish.
 
         Args:
             async_op: return before the reductions are over.
@@ -75,11 +80,14 @@ class StepSettings:
 
         Raises:
             TypeError: if ``async_op`` is not a bool.
-            RuntimeError: without ``set_manual_backward_finalization(True)``, or in the middle of a
-                forward or backward.
+            RuntimeError: on a module that is not the root, without
+                ``set_manual_backward_finalization(True)``, or in the middle of a forward or
+                backward.
         """
         require_bool("async_op", async_op)
-        context = initialised_state(self).context
+        if not the_state(self).initialised:
+            return GradientReductionHandle() if async_op else None
+        context = the_root(self, "finalize_backward").context
         if not context.finalizes_by_hand:
             raise RuntimeError(
                 "finalize_backward() was called, but each backward finishes by itself; call "
@@ -141,24 +149,26 @@ class StepSettings:
         require_bool("unshard_in_backward", unshard_in_backward)
         the_state(self).unshard_in_backward = unshard_in_backward
 
-    def set_keep_unsharded_storage(self, keep: bool) -> None:
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Keep the memory of full parameters at one address from step to step.
 
         Resharding then registers the sharded parameters, but frees no memory. The next gather
         writes to the same memory, so a CUDA graph that reads it stays valid when weights change.
-        From then on, all full parameters are in memory at once. Holds for all sharded modules
-        below, too. Call it before the first forward, on every rank alike.
+        From then on, the full parameters of these modules are in memory at once. Call it before the
+        first forward, on every rank alike.
 
         Args:
             keep: whether to; False frees the memory of what is sharded now.
+            recurse: set it for all sharded modules below, too.
 
         Raises:
-            TypeError: if ``keep`` is not a bool.
+            TypeError: if an argument is not a bool.
             RuntimeError: in the middle of a forward or backward.
         """
         require_bool("keep", keep)
+        groups = groups_of(self, recurse)
         the_state(self).context.require_quiet("set_keep_unsharded_storage")
-        for group in groups_of(self, recurse=True):
+        for group in groups:
             group.gathering.keep_storage(keep)
 
     def set_gather_on_read(self, gather_on_read: bool, *, recurse: bool = True) -> None:

@@ -246,26 +246,42 @@ class RootContext:
             ended, self._end = self._end, None
             self.steps += 1
             self.schedule.end()
-            if self.finalizes_by_hand:
-                self._leave_backward()
-                return
+            by_hand = self.finalizes_by_hand
             try:
-                error = self._finish_groups(is_last=self.is_last_backward)
+                if by_hand:
+                    error = self._leave_backward()
+                else:
+                    error = self._finish_groups(is_last=self.is_last_backward)
             except BaseException:
                 self._end = ended  # so the next forward sees that it did not
                 raise
-            if self.is_last_backward:
+            if self.is_last_backward and not by_hand:
                 self.commit()
             if error:
                 raise RuntimeError(error)
 
-    def _leave_backward(self) -> None:
-        """Note that a backward ended well, which ``finalize_backward`` is to finish."""
-        for group in self.record.used:
-            group.gradients.leave_backward()
+    def _leave_backward(self) -> str:
+        """Note that a backward ended well, which ``finalize_backward`` is to finish.
+
+        Groups without synchronisation are finished, since they have nothing to reduce: each
+        reshards according to its setting. Groups that a pipeline step holds are left, as its
+        backwards may be split.
+
+        Returns:
+            The error of the first group that has one, or an empty string.
+        """
+        error = ""
+        for group in reversed(self.record.used):
+            if group.gradients.accumulation.enabled or LeaseKind.STEP in group.leases.out:
+                group.gradients.leave_backward()
+            else:
+                late = self.schedule.finish_backward(group, is_last=False)
+                error = error or late
         for waiting in self._buckets.reductions:
             self.shared.queue.launch(waiting.pop())
-        self.shared.queue.seal()
+        if not error:
+            self.shared.queue.seal()
+        return error
 
     def _finish_groups(self, *, is_last: bool) -> str:
         """Finish the backward of every group, and launch all reductions.

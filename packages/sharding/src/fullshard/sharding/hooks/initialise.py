@@ -25,7 +25,8 @@ def initialise_root(root: ModuleState) -> None:
     A module that was a root before, because it ran by itself, is taken over.
 
     Raises:
-        RuntimeError: if such a module is in the middle of a forward or backward.
+        RuntimeError: if such a module is in the middle of a forward or backward, or has a setting
+            that only a root may have.
         RankMismatchError: if ranks disagree, or some found an error.
         ValueError: if every rank found the same error: parameters on the meta device, or replaced.
     """
@@ -36,6 +37,12 @@ def initialise_root(root: ModuleState) -> None:
             raise RuntimeError(
                 f"{state.name or 'a module'} under the new root is in the middle of a step; finish "
                 "its backward, or call reset_iter_state() on it, before its parent runs forward"
+            )
+        if state is not root and state.context.finalizes_by_hand:
+            raise RuntimeError(
+                "set_manual_backward_finalization(True) was called on a "
+                f"{type(state.modules[0]).__name__} under the new root; call it on the root, and "
+                "with False on the module that has it now"
             )
     names = _name(root, states)
     groups = list(dict.fromkeys(group for state in states for group in state.groups))
