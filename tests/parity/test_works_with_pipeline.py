@@ -7,7 +7,9 @@ schedules are right too, and those that split backward raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 from unittest import mock
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import FSDPModule, replicate, unsharded
@@ -30,8 +33,23 @@ from support.products import few
 from support.ranks import distributed
 
 TORCHS_STAGE = pipelining.PipelineStage
+DEFERS = "finalize_gradients" in inspect.signature(pipelining.ScheduleGPipe.step).parameters
 EVALUATION_FAILS = {"zbv", "dual pipe v"}  # of torch 2.13, whatever the stages are
 WHOLE = [name for name in SCHEDULES if name not in SPLITS]
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """All ranks raise before they exchange anything."""
+
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError("a broken disk")
+
+    with (
+        mock.patch.object(PipelineStage, "forward_one_chunk", fail),
+        mock.patch.object(PipelineStage, "get_fwd_recv_ops", fail),
+    ):
+        yield
 
 
 def _assert_returned(pipeline: Pipeline) -> None:
@@ -117,6 +135,51 @@ def test_steps_without_synchronisation_add_up_until_one_with_it(name: str) -> No
         assert sorted(recorder.reductions) == ["0", "1"]
 
 
+@pytest.mark.skipif(not DEFERS, reason="schedules defer gradients since torch 2.15")
+@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize("name", few(SCHEDULES, "1f1b", "zero bubble", "zbv"))
+@distributed(4)
+def test_deferred_gradients_are_reduced_and_scaled_once_as_with_torchs_own(
+    name: str, scale: bool
+) -> None:
+    """Gradients of torch's own are wrong, deferred or not, if the schedule splits backward."""
+    counts = []
+    for engine, stage in ((OURS, PipelineStage), (TORCH, TORCHS_STAGE)):
+        pipeline = Pipeline(name, stage, engine, scale=scale)
+        for first in (0, 3):
+            pipeline.zero_grad()
+            pipeline.record()
+            for seed in range(first, first + 3):
+                pipeline.step(seed, finalize_gradients=seed == first + 2)
+            if engine is OURS or name in WHOLE:
+                assert pipeline.wrong(first, first + 1, first + 2) == []
+            if engine is OURS:
+                _assert_returned(pipeline)
+        counts.append([(len(r.gathers), len(r.reductions)) for r in pipeline.recorders.values()])
+    assert all(mine == (2, 2) for mine in counts[0])
+    assert all(mine[0] <= theirs[0] for mine, theirs in zip(*counts, strict=True)), counts
+
+
+@pytest.mark.skipif(not DEFERS, reason="schedules defer gradients since torch 2.15")
+@pytest.mark.parametrize("name", ["1f1b", "zero bubble"])
+@distributed(4)
+def test_an_evaluation_leaves_deferred_gradients_and_an_error_drops_them(name: str) -> None:
+    pipeline = Pipeline(name, PipelineStage)
+    pipeline.step(0, finalize_gradients=False)
+    with torch.no_grad():
+        pipeline.evaluate(5)
+    pipeline.step(1)
+    assert pipeline.wrong(0, 1) == []
+    pipeline.step(2, finalize_gradients=False)
+    with _failing(), pytest.raises(OSError, match="a broken disk"):
+        pipeline.step(3)
+    pipeline.zero_grad()
+    with pytest.warns(RuntimeWarning, match="gradients of earlier backwards"):
+        pipeline.step(4)
+    assert pipeline.wrong(4) == []
+    _assert_returned(pipeline)
+
+
 @pytest.mark.parametrize("scale", [True, False])
 @distributed(4)
 def test_a_stage_that_stays_unsharded_after_its_step_has_its_gradients_scaled(scale: bool) -> None:
@@ -148,7 +211,7 @@ def test_a_user_may_hold_the_parameters_around_a_step() -> None:
 @pytest.mark.parametrize("name", few(SCHEDULES, "1f1b", "zbv"))
 @distributed(4)
 def test_it_gathers_and_reduces_each_group_once_and_no_more_than_torchs_own(name: str) -> None:
-    """Gradients of torch's own are not compared: on 2.13 some are wrong, and others missing."""
+    """Gradients of torch's own are not compared: on 2.13 and 2.15 some are wrong or missing."""
     counts = []
     for engine, stage in ((OURS, PipelineStage), (TORCH, TORCHS_STAGE)):
         pipeline = Pipeline(name, stage, engine)
@@ -206,16 +269,7 @@ def test_after_a_step_that_raised_the_next_one_is_right(name: str) -> None:
     pipeline = Pipeline(name, PipelineStage)
     pipeline.step(0)
     pipeline.zero_grad()
-
-    def fail(*_: object, **__: object) -> Any:
-        raise OSError("a broken disk")
-
-    # all ranks raise before they exchange anything
-    with (
-        mock.patch.object(PipelineStage, "forward_one_chunk", fail),
-        mock.patch.object(PipelineStage, "get_fwd_recv_ops", fail),
-        pytest.raises(OSError, match="a broken disk"),
-    ):
+    with _failing(), pytest.raises(OSError, match="a broken disk"):
         pipeline.step(1)
     pipeline.step(2)
     assert pipeline.wrong(2) == []
@@ -240,9 +294,10 @@ def test_torchs_own_stage_that_splits_backward_raises_and_names_ours(
 ) -> None:
     pipeline = Pipeline(name, TORCHS_STAGE, shard=shard)
     # ranks raise at different times, so none waits for what another was to send
-    exchanges = [f"get_{way}_{what}_ops" for way in ("fwd", "bwd") for what in ("send", "recv")]
-    nothing: dict[str, Any] = dict.fromkeys(exchanges, lambda *_: [])
-    with mock.patch.multiple(TORCHS_STAGE, **nothing), pytest.raises(RuntimeError) as caught:
+    with (
+        mock.patch.object(schedules, "_batch_p2p", lambda *_, **__: []),
+        pytest.raises(RuntimeError) as caught,
+    ):
         pipeline.step(0)
     errors = [caught.value, caught.value.__cause__]
     assert any("fullshard.wrappers.pipelining.PipelineStage" in str(each) for each in errors)
@@ -277,30 +332,17 @@ def test_under_install_torchs_name_means_ours() -> None:
     assert pipeline.wrong(0) == []
 
 
-@pytest.mark.skipif(
-    hasattr(TORCHS_STAGE, "start_gradient_reduction"), reason="this torch's schedules do so"
-)
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 @distributed(4)
 def test_a_reduction_may_be_started_and_waited_for_apart(name: str) -> None:
-    """As the stages of torch 2.15 let schedules do."""
-
-    def start(stage: Any) -> None:
-        """A stage without data parallelism has nothing to start."""
-
-    def wait(stage: Any, factor: int) -> None:
-        stage.scale_grads(factor)
+    """As the stages of torch 2.15 let schedules do with torch's own modules."""
 
     def both(stage: Any, factor: int) -> None:
         stage.start_gradient_reduction()
         assert all(param.grad is None for param in stage.submod.parameters())
         stage.wait_for_gradient_reduction(factor)
 
-    with (
-        mock.patch.object(TORCHS_STAGE, "start_gradient_reduction", start, create=True),
-        mock.patch.object(TORCHS_STAGE, "wait_for_gradient_reduction", wait, create=True),
-        mock.patch.object(PipelineStage, "perform_reduce_grad", both),
-    ):
+    with mock.patch.object(PipelineStage, "perform_reduce_grad", both):
         pipeline = Pipeline(name, PipelineStage)
         pipeline.step(0)
     assert pipeline.wrong(0) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,9 +117,9 @@ class Pipeline:
         inputs, targets = torch.randn(2, 2 * MICRO_BATCHES, WIDTH, generator=generator)
         return inputs, targets
 
-    def step(self, seed: int) -> None:
-        """A step on the batch of this rank's replica."""
-        self._run(self.schedule.step, seed)
+    def step(self, seed: int, **options: bool) -> None:
+        """A step on the batch of this rank's replica; ``options`` are for the schedule."""
+        self._run(partial(self.schedule.step, **options), seed)
 
     def evaluate(self, seed: int) -> torch.Tensor | None:
         """The outputs, where the last stage is."""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["checkpoint_helpers", "function_of_policy"]
+__all__ = ["checkpoint_helpers", "defers_gradients", "function_of_policy"]
 
 
 def checkpoint_helpers(wrapper: type, strategies: Any) -> list[tuple[str, str, object]]:
@@ -36,6 +36,16 @@ def checkpoint_helpers(wrapper: type, strategies: Any) -> list[tuple[str, str, o
         (place, asks, state_of),
         (place, hybrid, {each for each in strategies if each.is_hybrid}),
     ]
+
+
+def defers_gradients() -> bool:
+    """Return whether the schedule that calls the caller was given ``finalize_gradients=False``.
+
+    With it, schedules do not call stages of torch's own sharded modules, but call all other stages
+    (``_finalize_gradients``: 2.15). The schedule is ``self`` in the frame that called the stage.
+    """
+    schedule = sys._getframe(2).f_locals.get("self")
+    return not getattr(schedule, "_finalize_gradients", True)
 
 
 def function_of_policy(policy: Any) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch.distributed import pipelining
 
 from fullshard.sharding.spi import HeldStep, owner_of
+from fullshard.wrappers.compat import defers_gradients
 
 __all__ = ["PipelineStage"]
 
@@ -23,55 +24,69 @@ class PipelineStage(pipelining.PipelineStage):
     group is gathered once and reduced once. Therefore the stage stays gathered from its first
     forward until its gradients are reduced. Actions of a schedule that unshard or reshard do
     nothing. ``set_requires_gradient_sync`` controls the reduction of gradients, and
-    ``set_reshard_after_backward`` the resharding of the module. Arguments are those of torch's
-    stage, which this is for a module without any sharded one.
+    ``set_reshard_after_backward`` the resharding of the module.
+    ``schedule.step(finalize_gradients=False)``, which torch has since 2.15, leaves the reduction to
+    the next step. Arguments are those of torch's stage, which this is for a module without any
+    sharded one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take the arguments of torch's stage."""
         super().__init__(*args, **kwargs)
         self._step: HeldStep | None = None
-        self._is_sharded = False
+        self._is_sharded = self._is_deferred = False
         self._forwards = 0
 
     def clear_runtime_states(self) -> None:
-        """Begin a step: schedules call this first."""
+        """Begin a step, or continue one that was deferred: schedules call this first."""
         super().clear_runtime_states()
+        self._forwards = 0
+        if self._is_deferred:  # an evaluation leaves it so
+            self._is_deferred = not self.has_backward
+            return
         if self._step is not None:  # the last one raised
             step, self._step = self._step, None
             step.abandon()
         step = HeldStep(self.submod, has_backward=self.has_backward)
-        self._forwards, self._is_sharded = 0, bool(step.groups)
+        self._is_sharded = bool(step.groups)
         self._step = step
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a micro-batch; without backwards, the last one ends the step."""
         output = super().forward_one_chunk(*args, **kwargs)
         self._forwards += 1
-        if not self.has_backward and self._forwards == len(self.args_recv_info):
+        evaluated = not self.has_backward and self._forwards == len(self.args_recv_info)
+        if evaluated and not self._is_deferred:
             self._release()
             self._land()
         return output
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce the gradients of all micro-batches, and divide them by ``grad_scale_factor``."""
+        """Reduce the gradients of all micro-batches, and divide them by ``grad_scale_factor``.
+
+        A schedule may defer this to its next step. The parameters then stay gathered.
+        """
+        if self._is_sharded and self._has_gradients and defers_gradients():
+            self._is_deferred = True
+            return
         self._release()
         self._land()
         if self._has_gradients:
             super().perform_reduce_grad(grad_scale_factor)
 
-    def start_gradient_reduction(self, *args: Any, **kwargs: Any) -> None:
-        """Launch the reductions; schedules since torch 2.15 call this."""
-        self._release()
-        torchs: Any = super()
-        torchs.start_gradient_reduction(*args, **kwargs)
+    def start_gradient_reduction(self) -> None:
+        """Launch the reductions; ``wait_for_gradient_reduction`` follows.
 
-    def wait_for_gradient_reduction(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for the reductions; schedules since torch 2.15 call this."""
+        torch's stage has both methods since 2.15. Its schedules call them for torch's own sharded
+        modules only.
+        """
+        self._release()
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """Wait for the reductions, and divide the gradients by ``grad_scale_factor``."""
         self._land()
-        torchs: Any = super()
         if self._has_gradients:
-            torchs.wait_for_gradient_reduction(*args, **kwargs)
+            self.scale_grads(grad_scale_factor)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients, of sharded parameters those of the shards."""
