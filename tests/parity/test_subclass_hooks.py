@@ -111,6 +111,53 @@ def test_training_equals_torchs_own_bit_for_bit(kind: str, reshard: bool) -> Non
     assert all(torch.equal(a, b) for a, b in zip(shards, their_shards, strict=True))
 
 
+class _Releases(BFloat16Travel):
+    """Notes the memory to which it was gathered, and lets go of it."""
+
+    gathered: ClassVar[list[torch.UntypedStorage]] = []
+    answer: ClassVar[Any] = True
+
+    def fsdp_post_all_gather(self, outputs: Any, *args: Any, **named: Any) -> Any:
+        self.gathered.append(outputs[0].untyped_storage())
+        made = super().fsdp_post_all_gather(outputs, *args, **named)
+        return made and (made[0], made[:1])
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        answer: bool = self.answer
+        return answer
+
+
+@distributed(2)
+def test_what_was_gathered_is_freed_before_the_module_runs_if_the_hook_says_so() -> None:
+    """As by torch's own since 2.15."""
+    seen: dict[Any, list[int]] = {}
+    results = []
+    for engine in (fully_shard, torch_fsdp.fully_shard):
+        _Releases.gathered.clear()
+        net = _shard(_net(_Releases), engine)
+        net[1].register_forward_pre_hook(
+            lambda *_, engine=engine: seen.setdefault(engine, []).append(
+                max(each.nbytes() for each in _Releases.gathered)
+            ),
+            prepend=False,
+        )
+        results.append(_train(net))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert seen[fully_shard] == [0, 0, 0]
+    if torch.__version__ >= "2.15":
+        assert seen[torch_fsdp.fully_shard] == [0, 0, 0]
+
+
+@distributed(4)
+def test_it_stays_where_it_is_cut_for_the_post_forward_mesh() -> None:
+    """Both together are refused by torch's own."""
+    losses = []
+    for wrap in (_Releases, BFloat16Travel):
+        net = _shard(_net(wrap), reshard_after_forward=2)
+        losses.append(_train(net))
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+
+
 @pytest.mark.parametrize("param_dtype", few([None, torch.bfloat16], torch.bfloat16))
 @distributed(2)
 def test_mixed_precision_equals_torchs_own(param_dtype: torch.dtype | None) -> None:
@@ -492,6 +539,16 @@ def test_hooks_that_give_something_else_are_refused_by_name(
     _Answers.gives, _Answers.makes = staticmethod(gives), staticmethod(makes)
     net = _shard(_net(_Answers))
     with pytest.raises(ValueError, match=rf"of 0\.up\.weight, a _Answers, .*{message}"):
+        net(_rows(0))
+
+
+@distributed(2)
+def test_whether_to_free_what_was_gathered_is_a_bool() -> None:
+    _Releases.answer = "yes"
+    net = _shard(_net(_Releases))
+    with pytest.raises(
+        ValueError, match=r"of 0\.up\.weight, a _Releases, gave 'yes'; it must give"
+    ):
         net(_rows(0))
 
 

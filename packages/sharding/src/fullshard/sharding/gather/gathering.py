@@ -183,6 +183,7 @@ class Gathering:
         """Return how to gather from now on; a collective call, where memory is shared."""
         config, memory, inputs = self.config, buffered.memory, buffered.inputs
         self._chosen_for = config.comm
+        buffered.is_read_later = self._post_forward is not None
         if self._post_forward is not None:
             return PostForwardUnshard(buffered, self._post_forward, self._generation)
         if not buffered.coalesces:

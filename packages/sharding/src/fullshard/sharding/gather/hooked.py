@@ -8,7 +8,9 @@ parameter from the gathered tensors, and later refills this parameter (``out=``)
 
 [Note: memory of hooks] Tensors that were gathered for a hook have their own storages, which the
 unsharded parameter may keep or view; the hook returns further tensors that it made. Resharding
-empties all these storages, and they are allocated again before the next call of the hook.
+empties all these storages, and they are allocated again before the next call of the hook. If the
+unsharded parameter does not view the gathered tensors, the subclass may have them freed at once
+(``fsdp_should_release_all_gather_outputs_after_post_all_gather``, of torch 2.15).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from fullshard.sharding.params.param_sharding import GATHER_HOOKS, has_hooks
 __all__ = ["HookedInputs", "HookedUnshard"]
 
 _PRE, _POST = GATHER_HOOKS
+_RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 class HookedInputs(GatherInputs):
@@ -109,13 +112,21 @@ class HookedUnshard(BufferedUnshard):
         super().finish(in_flight, user_may_write=user_may_write, no_graph_alias=no_graph_alias)
         for hooked in self._hooked:
             hooked.complete()
+            if hooked.releases and not self.is_read_later:
+                hooked.free_gathered()
 
 
 # -- one parameter with hooks ---------------------------------------------------------------------
 
 
 class HookedParam:
-    """One parameter with hooks."""
+    """One parameter with hooks.
+
+    Attributes:
+        param: the parameter.
+        specs: of the tensors that are gathered for it; empty before the first gather.
+        releases: whether these may be freed as soon as the unsharded parameter is made.
+    """
 
     def __init__(self, param: FSDPParam, policy: object) -> None:
         """Inspect the hooks.
@@ -135,6 +146,7 @@ class HookedParam:
         self._uneven = bool(param.sharding.shape[param.dim] % self._world_size)
         _require_supported(param, self._uneven)
         self._takes_all = _takes_all(param)
+        self.releases = _releases(param)
         self._outputs: list[UnshardedMemory] = []  # each for one gathered tensor
         self._metadata: Any = None
         self._made: list[tuple[torch.UntypedStorage, int]] = []  # by the hook, with their sizes
@@ -242,10 +254,14 @@ class HookedParam:
             return tensor
         return tensor.as_strided(size, stride)
 
-    def free(self) -> None:
-        """Give the memory back."""
+    def free_gathered(self) -> None:
+        """Give the memory back to which it was gathered."""
         for output in self._outputs:
             output.free()
+
+    def free(self) -> None:
+        """Give all memory back."""
+        self.free_gathered()
         for storage, _ in self._made:
             storage.resize_(0)
 
@@ -297,3 +313,19 @@ def _takes_all(param: FSDPParam) -> bool:
             "outer_size, outer_stride, module, mp_policy), or the mesh only"
         )
     return len(signature.parameters) == 5
+
+
+def _releases(param: FSDPParam) -> bool:
+    """Return the answer of the method ``_RELEASES``; False if there is none.
+
+    Raises:
+        ValueError: if the answer is not a bool.
+    """
+    method = getattr(param.shard, _RELEASES, None)
+    given = False if method is None else method()
+    if not isinstance(given, bool):
+        raise ValueError(
+            f"{_RELEASES} of {param.name}, a {type(param.shard).__name__}, gave {given!r}; it must "
+            "give True or False"
+        )
+    return given

@@ -257,13 +257,18 @@ class UnshardStrategy(FinishesGather, ABC):
 
 
 class BufferedUnshard(UnshardStrategy):
-    """The ordinary way: shards are packed, gathered, and copied out into private memory."""
+    """The ordinary way: shards are packed, gathered, and copied out into private memory.
+
+    Attributes:
+        is_read_later: whether ``write_views`` are read when the group reshards.
+    """
 
     coalesces = True
 
     def __init__(self, memory: UnshardedMemory, inputs: GatherInputs) -> None:
         """Store the memory of the parameters and the inputs of a gather."""
         super().__init__(memory, inputs)
+        self.is_read_later = False
         self._full: dict[int, FullTensors] = {}  # by layout: a post-forward mesh has its own
 
     @property
