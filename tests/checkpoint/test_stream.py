@@ -311,7 +311,7 @@ def test_wrong_calls_are_errors_that_say_what_to_do() -> None:
     with pytest.raises(ValueError, match="model is on ranks"):
         iter_full(net, to=[])
     with pytest.raises(ValueError, match=r"group has ranks"):
-        iter_full(net, group=dist.new_group([0]) if dist.get_rank() == 0 else _alone())
+        iter_full(net, group=[dist.new_group([each]) for each in range(2)][dist.get_rank()])
     with unsharded(net), pytest.raises(RuntimeError, match="call it outside of the block"):
         iter_full(net)
     with torch.device("meta"):
@@ -354,11 +354,6 @@ def test_addends_of_a_parameter_are_refused_by_name() -> None:
     net.weight = nn.Parameter(addend)
     with pytest.raises(ValueError, match=r"weight has placements \(Partial\(sum\),\).*redistribut"):
         iter_full(net)
-
-
-def _alone() -> Any:
-    dist.new_group([0])
-    return dist.new_group([1], use_local_synchronization=True)
 
 
 @distributed(4)

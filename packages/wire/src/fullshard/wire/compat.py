@@ -1,8 +1,9 @@
 """Torch's private names, as far as this package needs them, in one place.
 
-- ``torch.distributed.distributed_c10d._world.pg_names`` (seen on 2.11, 2.13 and 2.15): how many
-  process groups this rank is in. If ranks make a group without other ranks, torch names it after
-  this number. Ranks with different numbers wait for each other forever.
+- ``torch.distributed.distributed_c10d._world.pg_names`` (2.11, 2.13) and ``group_count`` (2.15), as
+  ``_hash_ranks_to_str`` reads one of them: a number of process groups. torch names a group that
+  ranks make without other ranks after this number. Ranks with different numbers wait for each
+  other forever.
 """
 
 from __future__ import annotations
@@ -13,5 +14,8 @@ __all__ = ["count_of_process_groups"]
 
 
 def count_of_process_groups() -> int:
-    """Return how many process groups this rank is in."""
-    return len(dist.distributed_c10d._world.pg_names)
+    """Return the number after which torch names a group that ranks make without other ranks."""
+    torchs = dist.distributed_c10d
+    if "group_count" in torchs._hash_ranks_to_str.__code__.co_names:
+        return int(torchs._world.group_count)
+    return len(torchs._world.pg_names)

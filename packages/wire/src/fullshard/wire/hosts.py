@@ -197,7 +197,7 @@ def levels_of(process_group: dist.ProcessGroup, hosts: Hosts) -> Levels | None:
     Raises:
         ValueError: on all ranks, if their settings differ, or hosts have different numbers of
             ranks.
-        RuntimeError: on all ranks, if they are in different numbers of process groups.
+        RuntimeError: on all ranks, if they count different numbers of process groups.
     """
     known = _known.setdefault(process_group, {})
     if hosts not in known:
@@ -219,7 +219,7 @@ def _agreed(process_group: dist.ProcessGroup, hosts: Hosts) -> Levels | None:
         grid = given_grid(process_group, hosts)
     if grid is None:
         return None
-    what, counts = "how many process groups they are in", [count for _, _, count in found]
+    what, counts = "how many process groups there are", [count for _, _, count in found]
     _compare(RuntimeError, what, counts, "as many before the first step")
     members = grid.inside(grid.host(rank)), grid.between(grid.place(rank))
 

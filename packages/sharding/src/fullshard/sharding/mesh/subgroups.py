@@ -1,7 +1,7 @@
 """Process groups that the ranks of a larger one make without the others.
 
-Owns the agreement that torch asks for and does not check: torch names such a group after the number
-of groups of a rank, so ranks with different numbers of groups wait for each other forever.
+Owns the agreement that torch asks for and does not check: torch names such a group after a number
+of groups that each rank counts, so ranks with different numbers wait for each other forever.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _known: weakref.WeakKeyDictionary[
 _COUNT = Comparison(
     what="the making of a process group",
     error="",
-    mismatch="ranks are in different numbers of process groups, and torch would name the new one "
+    mismatch="ranks count different numbers of process groups, and torch would name the new one "
     "differently on each: ",
     advice="Make process groups (dist.new_group, DeviceMesh) on all ranks alike",
 )
@@ -58,7 +58,7 @@ def new_subgroup(
         device: what its backend moves.
 
     Raises:
-        RuntimeError: on all ranks of ``among``, if they are in different numbers of process groups.
+        RuntimeError: on all ranks of ``among``, if they count different numbers of process groups.
     """
     count = count_of_process_groups()
     differs = _COUNT.verdict([(str(count), f"{count} process groups")], "", among, device)
