@@ -38,9 +38,9 @@ class MixedPrecisionPolicy(FieldPrecision):
         output_dtype: dtype to which the module's outputs are cast; None: as they come.
         cast_forward_inputs: cast the module's inputs to ``param_dtype``.
         param_dtype_override_fn: a function of a parameter, called once when ``fully_shard`` takes
-            it. The function returns ``param_dtype`` or another dtype; the parameter's own dtype, or
-            None, keeps that. ``reduce_dtype`` None follows its answer; inputs are cast to
-            ``param_dtype``.
+            it. The parameter keeps its dtype if the function returns that dtype. ``param_dtype``
+            and None mean ``param_dtype``; other dtypes raise. ``reduce_dtype`` None follows the
+            answer; inputs are cast to ``param_dtype``.
         param_dtypes: rules that override both for single parameters.
         reduce_dtypes: rules that override ``reduce_dtype``.
     """
