@@ -233,6 +233,31 @@ def test_assign_keeps_requires_grad_and_attributes() -> None:
 
 
 @distributed(2)
+def test_an_assigned_shard_is_the_memory_that_was_given() -> None:
+    net = sharded(build())
+    state = {name: value.clone() for name, value in sharded(build(7)).state_dict().items()}
+    net.load_state_dict(state, assign=True)
+    for name, param in net.named_parameters():
+        assert isinstance(param, DTensor) and param is not state[name]
+        assert param.to_local().data_ptr() == state[name].to_local().data_ptr()
+    given: Any = nn.Parameter(state["head.weight"].detach().clone())
+    net.load_state_dict({**state, "head.weight": given}, assign=True)
+    assert net.get_parameter("head.weight") is given
+    _assert_trains_as(net, build(7))
+
+
+@distributed(2)
+def test_assign_takes_the_dtype_of_a_sharded_state_dict() -> None:
+    net, given = sharded(build()), batch()
+    assert net(given).dtype == torch.float32
+    for dtype in (torch.float64, torch.float64, torch.float32):
+        net.load_state_dict(sharded(build(7).to(dtype)).state_dict(), assign=True)
+        reference = build(7).to(dtype)
+        torch.testing.assert_close(net(given.to(dtype)), reference(given.to(dtype)))
+        assert {param.dtype for param in net.parameters()} == {dtype}
+
+
+@distributed(2)
 def test_assign_of_tied_parameters_keeps_them_tied() -> None:
     net: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     net[2].weight = net[0].weight

@@ -22,7 +22,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.overrides import is_tensor_like
 
-from fullshard.sharding.base.compat import local_shard, make_dtensor, storage_of, untraced
+from fullshard.sharding.base.compat import (
+    local_shard,
+    make_dtensor,
+    make_parameter,
+    spec_of,
+    storage_of,
+    untraced,
+)
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.groups.param_group import FSDPParamGroup
@@ -77,26 +84,37 @@ def _attach_load_hooks(
     original = weakref.ref(module)
 
     @untraced
-    def before_load(called: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def before_load(
+        called: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        *args: Any,
+    ) -> None:
         group = reference()
         if group is None or called is not original():
             return
         _reshard(group, "load_state_dict()")
+        assigns = metadata.get("assign_to_params_buffers", False)
         for name, position in own.items():
             given = state_dict.get(prefix + name)
-            if given is not None and not isinstance(given, DTensor):
-                state_dict[prefix + name] = _cut(group.params[position], given)
+            if given is None:
+                continue
+            if not isinstance(given, DTensor):
+                state_dict[prefix + name] = given = _cut(group.params[position], given)
+            if assigns and type(given) is DTensor and not isinstance(given, nn.Parameter):
+                state_dict[prefix + name] = _to_assign(group.params[position], given)
 
     @untraced
     def after_load(called: nn.Module, incompatible: Any) -> None:
         group = reference()
         if group is None or called is not original():
             return
-        held = registry_of(called)
+        held, params = registry_of(called), group.params
         replaced = [
             param
             for name, position in own.items()
-            if (found := held.get(name)) is not (param := group.params[position]).sharded
+            if (found := held.get(name)) is not (param := params[position]).sharded
             or owner_of(found) is not param
         ]
         if replaced:
@@ -141,6 +159,16 @@ def _cut(param: FSDPParam, given: Any) -> Any:
         return given
     local = param.shard_of(torch.detach(given)).to(param.shard.device, param.shard.dtype)
     return make_dtensor(local, param.spec)
+
+
+def _to_assign(param: FSDPParam, given: DTensor) -> torch.Tensor:
+    """Return ``given`` as the parameter that ``assign=True`` registers, if it is sharded alike.
+
+    torch would make the same of it, by a dispatched call. It shares the memory of ``given``.
+    """
+    if spec_of(given) != param.spec:
+        return given
+    return make_parameter(torch.detach(local_shard(given)), param.spec)
 
 
 def _check_shapes_of_rank0(module: nn.Module, state_dict: dict[str, Any]) -> None:

@@ -52,6 +52,7 @@ __all__ = [
     "local_shard_getter",
     "local_shards",
     "make_dtensor",
+    "make_parameter",
     "make_spec",
     "mark_sharded",
     "node_made_since",
@@ -103,6 +104,17 @@ make_dtensor = cast(
 
 ``from_local`` takes 22 us on a CPU with 2.13, this function 4 (``DTensor.__new__``).
 """
+
+
+def make_parameter(local: torch.Tensor, spec: ShardingSpec) -> nn.Parameter:
+    """Return the DTensor of a local tensor and a spec as a parameter that needs no gradient.
+
+    ``nn.Parameter`` calls ``detach``, which ``DTensor`` dispatches: 12 us on a CPU with 2.13, this
+    function 4 (``_is_param``).
+    """
+    param: Any = make_dtensor(local, spec)
+    param._is_param = True
+    return cast(nn.Parameter, param)
 
 
 def spec_of(tensor: DTensor) -> ShardingSpec:

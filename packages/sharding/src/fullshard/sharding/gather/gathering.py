@@ -198,24 +198,27 @@ class Gathering:
         return buffered if shared is None else SharedBufferUnshard(memory, inputs, shared)
 
     def adopt_registered(self, params: Sequence[FSDPParam] | None = None) -> bool:
-        """Look at what the modules hold now, and return whether anything changed.
+        """Look at what the modules hold now, and return whether gathers are to be prepared again.
 
-        See ``FSDPParam.adopt_registered``. A policy of dtypes may answer otherwise, too, under the
+        That is, if anything changed that was used since the last look: see
+        ``FSDPParam.adopt_registered``. A policy of dtypes may answer otherwise, too, under the
         names that a new root gives to parameters.
 
         Args:
             params: those to look at, of a sharded group; None: all.
         """
-        looked_at = self.params if params is None else params
-        changed = [param.adopt_registered() for param in looked_at]
-        changed += [param.resolve_dtypes(self._policies.wire) for param in looked_at]
+        changed, wire = False, self._policies.wire
+        for param in self.params if params is None else params:
+            replaced = param.adopt_registered()
+            changed |= param.resolve_dtypes(wire) or replaced
         if params is None and self.state is not _UNSHARDED:
             self.swap.to_sharded()
-        if any(changed):
-            self.reshard()
-            self.leave_post_forward()
-            self._prepared = self._strategy = self._finishes = None
-        return any(changed)
+        if self._prepared is None or not changed:
+            return False
+        self.reshard()
+        self.leave_post_forward()
+        self._prepared = self._strategy = self._finishes = None
+        return True
 
     def note(self) -> None:
         """Begin to watch full parameters that no module uses now."""

@@ -147,6 +147,7 @@ class FSDPParam:
         self._attributes = self.sharded.__dict__  # swap_tensors, in .to(), takes it away
         self.lands_in: torch.dtype | None = None
         self.data_watch = DataWatch(self)
+        self._asked: tuple[str, torch.dtype, bool] | None = None  # what the specs answer
 
     def _cut(self, param: nn.Parameter) -> nn.Parameter:
         local = self.shard_of(param.detach())
@@ -185,15 +186,23 @@ class FSDPParam:
         return self.grad_spec.dtype
 
     def resolve_dtypes(self, wire: WireForms) -> bool:
-        """Ask in which dtypes to gather, to reduce and to send; return whether they changed."""
-        before, name, stored = self.specs, self.name, self.sharded.dtype
+        """Ask in which dtypes to gather, to reduce and to send; return whether they changed.
+
+        Policies answer by the name, the stored dtype, and whether the parameter has hooks around
+        its gather. If none of them changed, they are not asked again.
+        """
+        name, stored, hooked = self.name, self.sharded.dtype, has_hooks(self.name, self.shard)
+        if (name, stored, hooked) == self._asked:
+            return False
+        before = self.specs
         self.gather_spec = self.sent = self._spec_in(self.dtypes.gathered_dtype(name, stored))
         self.grad_spec = self.grad_sent = self._spec_in(self.dtypes.reduced_dtype(name, stored))
         if (ranks := self.mesh_info.shard_world_size) > 1:
-            if not has_hooks(name, self.shard):  # which say themselves what travels
+            if not hooked:  # which say themselves what travels
                 self.sent = wire.gathered_as(name, self.gather_spec, ranks, self.device)
             sent = wire.reduced_as(name, self.grad_spec, ranks, self.device)
             self.grad_sent = before[-1] if sent == before[-1] else sent  # with what it has learned
+        self._asked = name, stored, hooked
         return self.specs != before
 
     @property
@@ -260,7 +269,7 @@ class FSDPParam:
             self.sharded.__dict__.setdefault(name, value)
         self._attributes = self.sharded.__dict__
         self.lands_in = None
-        if self.shard.device.type != "meta":
+        if not self.shard.is_meta:
             set_local_shard(self.sharded, self.offload.store(self.shard))
         self.install_sharded()
         self.data_watch = DataWatch(self)

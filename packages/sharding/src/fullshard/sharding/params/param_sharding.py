@@ -291,7 +291,8 @@ def has_hooks(name: str, local: torch.Tensor) -> bool:
     Raises:
         ValueError: if it has one of the two.
     """
-    before, after = (hasattr(local, hook) for hook in GATHER_HOOKS)
+    first, last = GATHER_HOOKS
+    before, after = hasattr(local, first), hasattr(local, last)
     if before == after:
         return before
     has, lacks = GATHER_HOOKS if before else GATHER_HOOKS[::-1]
