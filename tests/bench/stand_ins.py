@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -20,6 +23,7 @@ from fullshard_bench.settings import Settings
 
 __all__ = [
     "Gather",
+    "NoGather",
     "deaf",
     "doubled",
     "failing",
@@ -29,6 +33,7 @@ __all__ = [
     "no_workload",
     "right",
     "small",
+    "waiting",
 ]
 
 
@@ -53,6 +58,14 @@ def doubled(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
 def failing(workload: Workload, settings: Settings, arena: Arena) -> NoReturn:
     """Raises on every rank."""
     raise RuntimeError("out of luck")
+
+
+def waiting(workload: Workload, settings: Settings, arena: Arena) -> NoReturn:
+    """Writes its process's number to the pipe that the environment names, and waits for ever."""
+    with Path(os.environ["FULLSHARD_TEST_PIPE"]).open("w") as pipe:
+        pipe.write(f"{os.getpid()}\n")
+    while True:
+        signal.pause()
 
 
 def no_trainee(workload: Workload, settings: Settings, arena: Arena) -> str:
@@ -116,3 +129,10 @@ def small(shape: Shape) -> Workload:
 def no_workload(shape: Shape) -> int:
     """Something else than a workload."""
     return 3
+
+
+class NoGather:
+    """Can be made and called, and allocates nothing."""
+
+    def __call__(self, *given: object) -> None:
+        """Does nothing."""

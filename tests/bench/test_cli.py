@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -42,19 +43,23 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> _Done:
     traced = ("--trace", f"{folder}/trace.json", "--timeline", f"{folder}/timeline.png")
     impl = ("--impl", "fullshard", "torch", "ddp", "none", "bench.stand_ins:deaf")
     words = ("run", "--mesh", "2", "--wide", "8", "--verify", *_SMALL, *impl, *traced)
-    output = _run([*words, "--pictures", "--out", f"{folder}/result"])
+    output = _run([*words, "--pictures", "--out", f"{folder}/result"], code=1)  # one is wrong
     return _Done(folder=folder, output=output)
 
 
-def _run(words: list[str], launcher: tuple[str, ...] = ()) -> str:
+def _environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, sys.path))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def _run(words: list[str], launcher: tuple[str, ...] = (), code: int = 0) -> str:
     finished = subprocess.run(
         [sys.executable, *launcher, "-m", "fullshard_bench", *words],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env=_environment(),
         capture_output=True,
         text=True,
     )
-    assert finished.returncode == 0, finished.stderr
+    assert finished.returncode == code, finished.stderr
     return finished.stdout
 
 
@@ -189,6 +194,9 @@ def test_inside_torchrun_smaller_meshes_use_the_first_ranks(tmp_path: Path) -> N
         ("run --mesh 4 --model gpt-8b", "GiB"),
         ("run --mesh 1 --impl deepspeed", "fullshard, torch, ddp, none"),
         ("run --mesh 1 --impl json:nothing", "nothing callable"),
+        ("run --mesh 1 --impl json:dumps", "that returns a fullshard_bench.Trainee"),
+        ("run --mesh 1 --comm json:dumps", "a class that takes no arguments"),
+        ("run --mesh 1 --comm bench.stand_ins:NoGather", "which is no AllGather"),
         (
             "plan --mesh 2 --model fullshard_bench.models.gpt:gpt",
             "must take a fullshard_bench.Shape",
@@ -208,6 +216,8 @@ def test_inside_torchrun_smaller_meshes_use_the_first_ranks(tmp_path: Path) -> N
         ("run --mesh 1 --impl none --trace trace.json", "add it to --impl"),
         ("run --mesh 1 --trace nowhere/trace.json", "no folder"),
         ("run --mesh 1 --speed 3", "--speed"),
+        ("run --mesh 1 --setps 3", "did you mean --steps?"),
+        ("rnu --mesh 1", "did you mean run?"),
         ("suite tpu", "invalid choice"),
         ("compare no.json no.json", "no.json"),
         ("draw no.json", "no.json"),
@@ -221,6 +231,43 @@ def test_a_mistake_is_told_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("fullshard_bench: error: ")
     assert said in line
+
+
+def test_a_contestant_that_failed_is_reported_and_makes_the_exit_code_1(tmp_path: Path) -> None:
+    impl = ("--impl", "fullshard", "bench.stand_ins:failing")
+    words = ["run", "--mesh", "1", *_SMALL, *impl, "--no-exposed", "--out", f"{tmp_path}/result"]
+    assert "out of luck" in _run(words, code=1)
+    (point,) = read_result(tmp_path / "result.json").runs[0].points
+    assert [entry.status for entry in point.entries] == ["ok", "failed"]
+
+
+@pytest.mark.parametrize(
+    "network", [(), pytest.param(("--network", "1gbit"), marks=pytest.mark.matrix)], ids=len
+)
+@pytest.mark.parametrize(("stop", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_ranks_and_removes_the_hosts(
+    stop: signal.Signals, code: int, network: tuple[str, ...], tmp_path: Path
+) -> None:
+    if network and os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    words = ["run", "--mesh", "2", *_SMALL, *network, "--impl", "bench.stand_ins:waiting"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "fullshard_bench", *words, "--out", f"{tmp_path}/result"],
+        env={**_environment(), "FULLSHARD_TEST_PIPE": str(pipe)},
+        start_new_session=True,
+    ) as bench:
+        ranks: set[int] = set()
+        while len(ranks) < 2:
+            with pipe.open() as told:
+                ranks |= {int(line) for line in told}
+        bench.send_signal(stop)
+        assert bench.wait() == code
+    assert [rank for rank in ranks if Path("/proc", str(rank)).exists()] == []
+    if network:
+        names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+        assert f"fsb-{bench.pid}-" not in names
 
 
 def test_a_rival_that_is_not_installed_is_told_in_one_line(

@@ -277,10 +277,3 @@ def test_so_does_a_script_with_its_folder_on_the_path(
     finally:
         uninstall()
     assert capsys.readouterr().out == "__main__ ['--lr', '1'] fullshard.sharding.api.fully_shard\n"
-
-
-def test_a_command_that_names_nothing_to_run_says_how() -> None:
-    for arguments in ([], ["-m"], ["--help"]):
-        with pytest.raises(SystemExit, match="usage: python -m fullshard"):
-            COMMAND.main(arguments)
-    assert THEIRS.fully_shard is not fsdp.fully_shard

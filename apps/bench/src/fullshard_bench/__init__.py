@@ -10,4 +10,6 @@ from fullshard_bench.launching.arena import Arena
 from fullshard_bench.models.workload import Shape, Workload
 from fullshard_bench.settings import Settings
 
+__version__ = "0.1.0"
+
 __all__ = ["Arena", "Settings", "Shape", "Trainee", "Workload"]

@@ -1,7 +1,7 @@
 """The command line: `run`, `suite`, `plan`, `plan-time`, `optim`, `state-dicts`, `compare`, ...
 
 Owns the options, and how a command ends: with exit code 0, or 2 after an error that the user can
-    correct, printed in one line.
+    correct, printed in one line; 1 if a contestant failed or was wrong; 128 and a signal's number.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,9 +19,12 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from fullshard.comm.spi import CommandParser
 from fullshard.optim import FileTier
 from fullshard.preflight import DEVICES
+from fullshard_bench import __version__
 from fullshard_bench.errors import BenchError
+from fullshard_bench.launching.world import inside_torchrun
 from fullshard_bench.measuring.optimizers import measure_optimizers, said_of_optimizers
 from fullshard_bench.measuring.state_dicts import measure_state_dicts, table_of_state_dicts
 from fullshard_bench.measuring.state_files import measure_state_files, table_of_state_files
@@ -32,7 +36,7 @@ from fullshard_bench.planning.files import Files
 from fullshard_bench.planning.record import Recording
 from fullshard_bench.planning.times import compare_times
 from fullshard_bench.records.compact import compact_json
-from fullshard_bench.records.result import read_result
+from fullshard_bench.records.result import Result, read_result
 from fullshard_bench.reporting.compare import compare
 from fullshard_bench.running.executing import Outputs, draw_record, execute
 from fullshard_bench.running.run import Run
@@ -53,15 +57,20 @@ not keep. Use --timeline and --trace of "run" and "suite".
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(CommandParser):
     """Reports a wrong argument as a `BenchError`."""
 
     def error(self, message: str) -> NoReturn:
-        raise BenchError(f"{message}; see --help")
+        raise BenchError(f"{self.with_suggestion(message)}; see --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; return the exit code: 0, or 2 after an error to put right."""
+    """Run the benchmark.
+
+    Returns:
+        The exit code: 0; 1 if a contestant failed or was wrong; 2 after an error to put right; 130
+        or 143 after SIGINT or SIGTERM.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     is_main = os.environ.get("RANK", "0") == "0"
     # A log file has no width of its own; a table should not be folded in it.
@@ -104,22 +113,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 runs = tuple(
                     replace(each, settings=replace(each.settings, verify=True)) for each in runs
                 )
-            execute(runs, _outputs(options), words, console)
+            return _code_of(execute(runs, _outputs(options), words, console))
         else:
             outputs = _outputs(options)
             traced = bool(outputs.trace or outputs.timeline)
-            execute([_run_of(options, traced)], outputs, words, console)
+            return _code_of(execute([_run_of(options, traced)], outputs, words, console))
     except BenchError as error:
         if is_main:
             print(f"fullshard_bench: error: {error}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
         return 130
+    except _Terminated:
+        return 143
     return 0
+
+
+class _Terminated(BaseException):
+    """SIGTERM came: what was started is to be ended first."""
+
+
+def _terminate(*_: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: ranks and hosts are removed now
+    raise _Terminated
+
+
+def _code_of(result: Result) -> int:
+    entries = [each for run in result.runs for point in run.points for each in point.entries]
+    return int(any(each.status in ("failed", "wrong") for each in entries))
 
 
 def run() -> NoReturn:
     """Run `main` as a program, and leave with its exit code."""
+    if not inside_torchrun():  # there torchrun ends ranks, which may wait where no handler runs
+        signal.signal(signal.SIGTERM, _terminate)
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -131,24 +158,20 @@ def _build_parser() -> argparse.ArgumentParser:
         prog="fullshard_bench",
         description="Measures fullshard against its rivals, on this machine.",
         epilog=_EPILOG,
-        allow_abbrev=False,
+        version=__version__,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    measure = commands.add_parser("run", help="measure one model over meshes", allow_abbrev=False)
+    measure = commands.add_parser("run", help="measure one model over meshes")
     _add_what(measure)
     _add_how(measure)
     _add_outputs(measure)
-    suite = commands.add_parser("suite", help="run a set of measurements", allow_abbrev=False)
+    suite = commands.add_parser("suite", help="run a set of measurements")
     suite.add_argument("suite", choices=list(SUITES))
     _add_verify(suite)
     _add_outputs(suite)
-    planned = commands.add_parser(
-        "plan", help="the memory of a model on meshes that are not there", allow_abbrev=False
-    )
+    planned = commands.add_parser("plan", help="the memory of a model on meshes that are not there")
     _add_plan(planned)
-    timed = commands.add_parser(
-        "plan-time", help="planned steps beside measured ones, here", allow_abbrev=False
-    )
+    timed = commands.add_parser("plan-time", help="planned steps beside measured ones, here")
     timed.add_argument("--case", nargs="+", default=[], metavar="NAME", help="those alone")
     timed.add_argument(
         "--rounds", type=int, default=3, metavar="N", help="of each case, with those in STEM (3)"

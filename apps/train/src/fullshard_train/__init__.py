@@ -6,3 +6,5 @@ Owns the whole of a small, real training program: configuration, corpus, model, 
 checkpoints, report. The package is an application: no library code may import it, and it uses
 fullshard only through its public names.
 """
+
+__version__ = "0.1.0"

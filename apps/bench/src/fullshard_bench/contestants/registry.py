@@ -5,6 +5,7 @@ Owns the table and the checks that come before any rank starts.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 from fullshard_bench.contestants.plain import build_ddp, build_none
@@ -41,7 +42,19 @@ def check_contestants(settings: Settings) -> None:
         elif name == "torch":
             check_torch()
         elif name not in _BUILDERS:
-            load_object(name, "--impl")
+            _check_own(name)
+
+
+def _check_own(name: str) -> None:
+    """Raise if a user's function cannot be called as a builder."""
+    builder = load_object(name, "--impl")
+    try:
+        inspect.signature(builder).bind("workload", "settings", "arena")
+    except (TypeError, ValueError) as error:
+        raise BenchError(
+            f"--impl {name}: cannot be called with a workload, settings and an arena: {error}; pass"
+            " a function of these three that returns a fullshard_bench.Trainee"
+        ) from error
 
 
 def build_contestant(name: str, workload: Workload, settings: Settings, arena: Arena) -> Trainee:

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 
 from fullshard.comm import (
+    AllGather,
     DefaultAllGather,
     DefaultReduceScatter,
     ProcessGroupTransport,
+    ReduceScatter,
     same_host_transport,
 )
+from fullshard.comm.spi import require
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
 from fullshard.preflight import recompute_units
 from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard
@@ -24,6 +27,7 @@ from fullshard_bench.contestants.training import (
     make_optimizer,
     materialise,
 )
+from fullshard_bench.errors import BenchError, told_of
 from fullshard_bench.launching.arena import Arena
 from fullshard_bench.loading import load_object
 from fullshard_bench.models.workload import Workload
@@ -36,10 +40,10 @@ def check_fullshard(settings: Settings) -> None:
     """Raise before any rank starts what `build_fullshard` cannot do.
 
     Raises:
-        BenchError: `comm` is no class.
+        BenchError: `comm` makes no all-gather and no reduce-scatter.
     """
     if settings.comm:
-        load_object(settings.comm, "--comm")
+        _make_comm(settings.comm)
 
 
 def build_fullshard(workload: Workload, settings: Settings, arena: Arena, **more: Any) -> Trainee:
@@ -112,10 +116,34 @@ def _plug_in(text: str, model: FSDPModule) -> None:
 
     The policy of its `__call__`: a reduce-scatter takes `op`.
     """
-    comm = load_object(text, "--comm")()
-    reduces = "op" in inspect.signature(comm.__call__).parameters
+    comm = _make_comm(text)
+    reduces = _reduces(comm)
     for module in _sharded_modules(model):
         if reduces:
             module.set_custom_reduce_scatter(comm)
         else:
             module.set_custom_all_gather(comm)
+
+
+def _make_comm(text: str) -> Any:
+    """Return an object of the user's class.
+
+    Raises:
+        BenchError: it cannot be made without arguments, or has not the methods.
+    """
+    made = load_object(text, "--comm")
+    try:
+        comm = made()
+    except Exception as error:
+        raise BenchError(
+            f"--comm {text}: {told_of(error)}; pass a class that takes no arguments"
+        ) from error
+    try:
+        require(ReduceScatter if _reduces(comm) else AllGather, comm)
+    except TypeError as error:
+        raise BenchError(f"--comm {text}: {error}") from error
+    return comm
+
+
+def _reduces(comm: object) -> bool:
+    return callable(comm) and "op" in inspect.signature(comm).parameters

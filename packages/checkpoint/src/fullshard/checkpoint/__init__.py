@@ -33,6 +33,8 @@ from fullshard.checkpoint.weights.load import LoadOptions, load_safetensors
 from fullshard.checkpoint.weights.report import LoadReport, MismatchError, SaveReport
 from fullshard.checkpoint.weights.save import SaveOptions, save_safetensors
 
+__version__ = "0.1.0"
+
 __all__ = [
     "InitFn",
     "LoadOptions",

@@ -64,6 +64,8 @@ from fullshard.comm.transports.transport import (
     Transport,
 )
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AllGather",
     "AllGatherInFlight",

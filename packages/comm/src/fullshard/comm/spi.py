@@ -30,6 +30,7 @@ from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.layouts.scaling import backend_averages, op_name
 from fullshard.comm.layouts.views import own_mask, shard_plan, viewed
 from fullshard.comm.runtime.carriers import carrier_of, host_carrier_of
+from fullshard.comm.runtime.command_line import CommandParser
 from fullshard.comm.runtime.compat import (
     backend_names,
     foreach_copy,
@@ -69,6 +70,7 @@ __all__ = [
     "BufferSource",
     "Call",
     "CodedSpec",
+    "CommandParser",
     "DesyncDetector",
     "DeviceTraits",
     "FullTensors",

@@ -17,6 +17,8 @@ from fullshard.optim.tiers.offloaded import (
     StateOffloadError,
 )
 
+__version__ = "0.1.0"
+
 __all__ = [
     "SOAP",
     "AdamW8bit",

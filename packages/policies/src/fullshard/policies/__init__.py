@@ -10,6 +10,8 @@ from fullshard.policies.prefetch import DepthPrefetch, NoPrefetch
 from fullshard.policies.reshard import KeepUnsharded, ReshardAlways, ReshardExceptRoot
 from fullshard.policies.wrap import ClassWrap, SizeWrap, WrapPolicy, wrap
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CPUOffloadPolicy",
     "ClassWrap",

@@ -31,6 +31,8 @@ from fullshard.preflight.verification.verdict import (
 )
 from fullshard.preflight.verification.verify import verify
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CHOICES",
     "DEVICES",

@@ -6,7 +6,6 @@ unsharded one; ``python -m fullshard.preflight doctor`` checks machines and conn
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fullshard.comm.spi import CommandParser
+from fullshard.preflight import __version__
 from fullshard.preflight.doctor.command import run_doctor
 from fullshard.preflight.verification.verify import verify
 
@@ -23,9 +24,10 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command on this rank; return 0 if all is well, 1 if not."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m fullshard.preflight",
         description="Checks before a run: of machines and connections, and of a sharded model.",
+        version=__version__,
     )
     commands = parser.add_subparsers(required=True, dest="command")
     doctor = commands.add_parser(

@@ -52,6 +52,8 @@ from fullshard.sharding.protocols import (
     WireForms,
 )
 
+__version__ = "0.1.0"
+
 __all__ = [
     "DDPMeshInfo",
     "DataParallelMeshDims",

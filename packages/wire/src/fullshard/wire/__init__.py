@@ -12,6 +12,8 @@ from fullshard.wire.policy import WirePolicy
 from fullshard.wire.quantised import Quantised
 from fullshard.wire.reduction import WidenedReducePlan, sum_widened
 
+__version__ = "0.1.0"
+
 __all__ = [
     "ErrorFeedback",
     "HostsTransport",

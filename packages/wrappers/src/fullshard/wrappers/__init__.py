@@ -24,6 +24,8 @@ from fullshard.wrappers.fsdp1 import (
 )
 from fullshard.wrappers.install import Installed, install, uninstall
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",

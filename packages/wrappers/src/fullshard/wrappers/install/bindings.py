@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from fullshard.wrappers.install.cpu_ranks import MODULE, watched_init
 from fullshard.wrappers.install.facade import hide, show
 from fullshard.wrappers.install.names import (
     PLACES,
@@ -20,6 +21,7 @@ from fullshard.wrappers.install.names import (
     pairs,
     shown,
 )
+from fullshard.wrappers.install.on_import import ImportWatch
 
 __all__ = ["Binding", "Installed", "install", "uninstall"]
 
@@ -94,9 +96,10 @@ class Installed:
 
 
 _bindings: list[Binding] = []
+_watches: list[ImportWatch] = []  # at most one
 
 
-def install() -> Installed:
+def install(*, shard_on_cpu: bool = False) -> Installed:
     """Return what was replaced, after putting ours wherever torch's own FSDP is looked up.
 
     Names are replaced in ``torch.distributed.fsdp``, ``torch.distributed._composable``, the state
@@ -105,7 +108,12 @@ def install() -> Installed:
     classes and policies. Later imports find ours without another call. Call it once, first thing
     and in each process, as a model that torch's own sharded before is no longer known to what asks
     for a class.
+
+    Args:
+        shard_on_cpu: let Accelerate shard on CPU ranks, where it takes DistributedDataParallel by
+            itself, whatever its plugin says. Otherwise it warns where it does so.
     """
+    _watch_accelerate(shard_on_cpu)
     bound_before()
     public = {id(theirs): (theirs, ours) for theirs, ours in pairs() if theirs is not ours}
     private = dict(public)  # names that torch's own modules keep
@@ -132,8 +140,21 @@ def uninstall() -> None:
 
     A module that was imported in between keeps ours, which it found by itself.
     """
+    while _watches:
+        _watches.pop().stop()
     while _bindings:
         _bindings.pop().put_back()
+
+
+def _watch_accelerate(shard_on_cpu: bool) -> None:
+    def act(state: ModuleType) -> None:
+        watched = watched_init(state, shard=shard_on_cpu)
+        if watched is not None:
+            _add(Binding(watched[0], "__init__", watched[0].__init__, watched[1]))
+
+    if not _watches:
+        _watches.append(ImportWatch(MODULE, act))
+        _watches[0].start()
 
 
 def _add(binding: Binding) -> None:
