@@ -1,7 +1,7 @@
 """Give every member of the workspace a new version: ``python tools/bump.py 0.2.0``.
 
-Owns the two places where a version is written, a member's own ``version`` and its ``==`` pins of
-siblings. Nothing is written unless all of it can be.
+Owns the three places where a version is written: a member's own ``version``, its ``==`` pins of
+siblings, and the ``__version__`` of its package. Nothing is written unless all of it can be.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ __all__ = ["BumpError", "bump", "current_version"]
 
 # Each number without leading zeros, as PEP 440 would write it.
 _VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)", re.ASCII)
+
+_VARIABLE = re.compile(r'(?m)^(__version__ = ")[^"]*')
 
 
 class BumpError(ValueError):
@@ -42,6 +44,7 @@ def bump(root: Path, version: str) -> list[Path]:
     changed = {path: _rewrite(text, names, version) for path, text in members.items()}
     for path, text in changed.items():
         _check(path, text, names, version)
+    changed |= {path: _VARIABLE.sub(rf"\g<1>{version}", text) for path, text in _packages(root)}
     for path, text in changed.items():
         path.write_text(text, encoding="utf-8")
     return list(changed)
@@ -72,6 +75,17 @@ def _members(root: Path) -> dict[Path, str]:
     folders = workspace["tool"]["hatch"]["envs"]["default"]["workspace"]["members"]
     paths = [root / folder / "pyproject.toml" for folder in folders]
     return {path: path.read_text(encoding="utf-8") for path in paths}
+
+
+def _packages(root: Path) -> list[tuple[Path, str]]:
+    """The modules with a ``__version__``, and their text."""
+    found = []
+    for member in _members(root):
+        for path in sorted(member.parent.glob("src/**/__init__.py")):
+            text = path.read_text(encoding="utf-8")
+            if _VARIABLE.search(text):
+                found.append((path, text))
+    return found
 
 
 def _project(text: str) -> dict[str, Any]:

@@ -19,12 +19,13 @@ def workspace(tmp_path: Path) -> Path:
     """A copy of the workspace: what the tool reads, at version 1.2.3."""
     files = [ROOT / "pyproject.toml", ROOT / "tools" / "bump.py"]
     files += [member.folder / "pyproject.toml" for member in MEMBERS]
+    files += [member.source / "__init__.py" for member in MEMBERS if member.has_code]
     version = MEMBERS[0].metadata["version"]
     for path in files:
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
-        if path.name == "pyproject.toml":
+        if path.suffix != ".py" or path.name == "__init__.py":
             copy.write_text(copy.read_text().replace(f'"{version}"', '"1.2.3"'))
             copy.write_text(copy.read_text().replace(f"=={version}", "==1.2.3"))
     return tmp_path
@@ -36,11 +37,12 @@ def _bump(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _texts(workspace: Path) -> dict[Path, str]:
-    return {path: path.read_text() for path in sorted(workspace.rglob("pyproject.toml"))}
+    names = ("pyproject.toml", "__init__.py")
+    return {path: path.read_text() for name in names for path in sorted(workspace.rglob(name))}
 
 
 def _projects(workspace: Path) -> dict[str, dict[str, object]]:
-    paths = [path for path in _texts(workspace) if path.parent != workspace]
+    paths = [path for path in workspace.rglob("*.toml") if path.parent != workspace]
     projects = [tomllib.loads(path.read_text())["project"] for path in paths]
     return {project["name"]: project for project in projects}
 
@@ -57,6 +59,13 @@ def test_every_member_gets_the_version_and_pins_its_siblings_to_it(workspace: Pa
         siblings = "|".join(after)
         pinned = [re.sub(rf"^({siblings})==1\.2\.3$", r"\1==1.3.0", line) for line in was]
         assert project["dependencies"] == pinned
+
+
+def test_every_package_says_the_new_version(workspace: Path) -> None:
+    assert _bump(workspace, "1.3.0").returncode == 0
+    packages = [path.read_text() for path in workspace.rglob("__init__.py")]
+    assert len(packages) == len([member for member in MEMBERS if member.has_code])
+    assert all('\n__version__ = "1.3.0"\n' in text for text in packages)
 
 
 def test_nothing_but_versions_and_pins_changes(workspace: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import tomllib
 from pathlib import Path
@@ -43,6 +44,12 @@ def test_all_members_carry_one_version() -> None:
 def test_siblings_are_pinned_to_the_same_version(member: Member) -> None:
     pins = {name: pin for name, pin in _requirements(member).items() if name in NAMES}
     assert pins == dict.fromkeys(pins, f"=={member.metadata['version']}")
+
+
+@each_with_code
+def test_a_package_says_its_version(member: Member) -> None:
+    package = importlib.import_module(member.package)
+    assert package.__version__ == member.metadata["version"]
 
 
 @each_with_code
