@@ -6,6 +6,7 @@ unsharded one; ``python -m fullshard.preflight doctor`` checks machines and conn
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence

@@ -19,7 +19,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip(), re.ASCII)
     if match is None or match[2] not in _UNITS:
         raise ValueError(
-            f"{text!r} is no size; write a number of bytes, or one with kB, MB, GB or TB (powers of "
-            "1000) or KiB, MiB, GiB or TiB (powers of 1024), such as 80GiB"
+            f"{text!r} is no size; write a number of bytes, or one with kB, MB, GB or TB (powers "
+            "of 1000) or KiB, MiB, GiB or TiB (powers of 1024), such as 80GiB"
         )
     return int(float(match[1]) * _UNITS[match[2]])
