@@ -14,8 +14,6 @@ from fullshard_bench.launching.world import local_world
 from fullshard_bench.measuring.measurement import measure
 from fullshard_bench.settings import Settings
 
-__all__ = ["TINY", "measured", "settings"]
-
 TINY = "many:groups=2,width=8"
 
 

@@ -21,21 +21,6 @@ from fullshard_bench.launching.arena import Arena
 from fullshard_bench.models.workload import Shape
 from fullshard_bench.settings import Settings
 
-__all__ = [
-    "Gather",
-    "NoGather",
-    "deaf",
-    "doubled",
-    "failing",
-    "forgetful",
-    "nearly",
-    "no_trainee",
-    "no_workload",
-    "right",
-    "small",
-    "waiting",
-]
-
 
 def right(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
     """The unsharded model on all ranks' batches."""

@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.comm import AllToAllTransport, same_host_transport, set_shared_memory
 from fullshard.comm.same_host import shared_peers
 
-__all__ = ["apart", "private_memory"]
-
 
 @contextmanager
 def apart() -> Iterator[DeviceMesh]:

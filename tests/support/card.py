@@ -13,8 +13,6 @@ import torch
 from support import device
 from support.chosen import chosen
 
-__all__ = ["BACKENDS", "CARD", "TRANSPORT", "card"]
-
 if chosen():
     device.load()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["CHOSEN", "chosen"]
-
 CHOSEN = "FULLSHARD_TEST_DEVICE"
 
 

@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from fullshard.wrappers import install, uninstall
 
-__all__ = ["Run", "batch", "beside_torch", "engine_of", "shard_on_cpu", "tiny_llama"]
-
 VOCABULARY = 64
 
 

@@ -20,16 +20,6 @@ from fullshard.comm import (
     reduction_scaling,
 )
 
-__all__ = [
-    "Allocates",
-    "ToldAllGather",
-    "ToldReduceScatter",
-    "drawn_gradients",
-    "gather_config",
-    "reduce_config",
-    "shard_of",
-]
-
 
 def reduce_config(
     group: dist.ProcessGroup,

@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.preflight.tensors import local_tensors
 
-__all__ = ["Mode", "StorageCounter"]
-
 _TORCH = str(Path(torch.__file__).parent)
 _COMPUTES = tuple(f"{_TORCH}/{part}" for part in ("nn/", "optim/", "autograd/"))
 _HERE = str(Path(__file__))

@@ -17,27 +17,6 @@ from support.ranks import cpu_mesh
 from support.surface.model import WIDTH, Block, build
 from support.surface.ranks import full
 
-__all__ = [
-    "OURS",
-    "TORCH",
-    "Front",
-    "close",
-    "equal",
-    "full_state",
-    "gradients",
-    "hybrid_mesh",
-    "in_rank_order",
-    "loss_of",
-    "mean_gradients",
-    "quiet",
-    "rows",
-    "sgd",
-    "steps_of",
-    "train",
-    "unsharded_steps",
-    "up_to_order",
-]
-
 
 class Front:
     """FSDP1 by one import line."""

@@ -18,15 +18,6 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-__all__ = [
-    "BFloat16Travel",
-    "Int8Travel",
-    "Wrapped",
-    "calls_of_hooks",
-    "two_tensors",
-    "two_tensors_hooked",
-]
-
 CALLS: list[tuple[Any, ...]] = []
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["KINDS", "documents", "make_folder", "make_tokenizer", "settings_of", "write_documents"]
-
 VOCABULARY = 300
 _SIZES = {
     "vocab_size": VOCABULARY,

@@ -10,8 +10,6 @@ from torch.utils import _pytree as pytree
 
 from support.dispatch import Mode
 
-__all__ = ["LiveMemory"]
-
 
 class LiveMemory(Mode):
     """Counts the bytes of storages that are alive after each operation.

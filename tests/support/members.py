@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MEMBERS", "ROOT", "Member", "Module"]
-
 ROOT = Path(__file__).parents[2]
 
 

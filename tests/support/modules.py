@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-__all__ = ["Assembled", "Branches", "Held", "Residual", "Stack", "in_turn"]
-
 
 def in_turn(**parts: nn.Module) -> Any:
     """The parts under their names, each called with what the one before it returned."""

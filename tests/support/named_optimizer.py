@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["NamedAdamW"]
-
 
 class NamedAdamW(torch.optim.AdamW):
     """Calls its parameters by their names, as torch's and TorchRec's named optimizers do."""

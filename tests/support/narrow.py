@@ -10,8 +10,6 @@ from torch import nn
 
 from fullshard.sharding import fully_shard
 
-__all__ = ["WIDTH", "Net", "batch", "full", "sharded", "train"]
-
 WIDTH = 33
 
 

@@ -19,8 +19,6 @@ from support.modules import Residual
 from support.parity.engines import OURS, Engine
 from support.ranks import cpu_mesh
 
-__all__ = ["MICRO_BATCHES", "SCHEDULES", "SPLITS", "Pipeline", "mean_square", "shard_whole"]
-
 MICRO_BATCHES = 4
 WIDTH = 4
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["changes", "few", "mark_crosses"]
-
 
 def few(values: Iterable[Any], *first: Any, together: bool = False) -> list[Any]:
     """Return ``values`` for ``parametrize``: ``tests`` runs those of ``first``, the matrix all.

@@ -26,8 +26,6 @@ from fullshard.preflight import Plan, plan
 from fullshard.sharding import fully_shard
 from support.modules import Stack, in_turn
 
-__all__ = ["RUNS", "Run"]
-
 _MM = torch.ops.aten.mm.default
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 

@@ -23,8 +23,6 @@ from torch.distributed.tensor.parallel import (
 
 from support.modules import Residual, Stack
 
-__all__ = ["Net", "batch", "build", "parallelize", "rows_of", "shard", "train"]
-
 WIDTH, LENGTH, ROWS = 6, 4, 8
 
 

@@ -16,8 +16,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-__all__ = ["is_installed", "staged_group", "streams_for_torch", "vulkan"]
-
 
 def is_installed() -> bool:
     """Return whether torchvulkan is installed."""

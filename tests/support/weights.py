@@ -12,8 +12,6 @@ from torch.distributed.tensor import Shard
 
 from fullshard.sharding import fully_shard
 
-__all__ = ["Assorted", "files_of", "saved", "shard_assorted", "untied", "values_of"]
-
 
 class Assorted(nn.Module):
     """Embedding and head are tied; ``ignored`` is not sharded; ``steps`` and ``mean`` persist."""

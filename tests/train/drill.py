@@ -27,8 +27,6 @@ from train.hosts import Host, NoHosts, two_hosts
 from train.jobs import TEXT, losses, settings
 from train.launchers import environment
 
-__all__ = ["Drill", "drill"]
-
 PATIENCE = 180.0  # seconds for each part of the drill
 STEPS = 1200
 TIMEOUT = 10  # seconds that a rank waits for the others

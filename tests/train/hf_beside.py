@@ -15,8 +15,6 @@ from fullshard_train.training.schedule import learning_rate
 from support.ranks import run_on_ranks
 from train.jobs import Ran, losses, small_task
 
-__all__ = ["TOLERANCE", "Plain", "compare", "reference"]
-
 TOLERANCE: Any = {"rtol": 1e-4, "atol": 1e-5}  # as tests/train/test_trainer.py explains
 
 

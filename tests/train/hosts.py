@@ -13,8 +13,6 @@ from pathlib import Path
 
 from train.launchers import environment
 
-__all__ = ["Host", "NoHosts", "two_hosts"]
-
 _CABLE = "cable"
 
 

@@ -23,19 +23,6 @@ from unittest import mock
 from fullshard_train.checkpoints import checkpoint
 from fullshard_train.cli import main
 
-__all__ = [
-    "Forked",
-    "Job",
-    "Launched",
-    "Launcher",
-    "Torchrun",
-    "environment",
-    "free_port",
-    "killed_in_its_second_checkpoint",
-    "send",
-]
-
-
 # What every rank of a job imports sooner or later: the trainer, and what torch and the curve of
 # losses import at their first use.
 PRELOADED = ["train.launchers", "torch._dynamo", "matplotlib.backends.backend_agg"]

@@ -31,8 +31,6 @@ from fullshard_train.reporting.run_folder import RunFolder
 from train.jobs import TEXT, losses, settings
 from train.launchers import Forked, Job, Launcher, Torchrun, send
 
-__all__ = ["Kill", "Report", "survive"]
-
 PATIENCE = 120.0  # seconds for a start, or for an end
 
 

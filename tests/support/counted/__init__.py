@@ -12,8 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["counted"]
-
 _SOURCE = Path(__file__).with_name("count.c")
 _RANKS = 2
 

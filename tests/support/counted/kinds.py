@@ -17,8 +17,6 @@ from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
 from support.modules import Stack, in_turn
 
-__all__ = ["KINDS", "Kind", "adamw"]
-
 _WIDTH, _WORDS, _LAYERS = 128, 1000, 8
 
 

@@ -20,8 +20,6 @@ from unittest.mock import patch
 
 import torch
 
-__all__ = ["extension", "missing_tools"]
-
 _NAME = "async_cpu_extension"
 _SOURCES = Path(__file__).parent / "csrc"
 # Torch's headers warn of the size of a cache line, which may differ between compilers.

@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from support.device.building import extension, missing_tools
 
-__all__ = ["BACKEND", "NAME", "load", "why_not"]
-
 NAME = "asynccpu"  # torch asks for letters only
 BACKEND = "asyncgloo"
 

@@ -10,41 +10,6 @@ import torch
 
 from support.device.building import extension
 
-__all__ = [
-    "Event",
-    "Stream",
-    "current_device",
-    "current_stream",
-    "default_stream",
-    "device",
-    "device_count",
-    "empty_cache",
-    "get_amp_supported_dtype",
-    "get_device_name",
-    "get_rng_state",
-    "get_sync_debug_mode",
-    "init",
-    "initial_seed",
-    "is_available",
-    "is_bf16_supported",
-    "is_initialized",
-    "manual_seed",
-    "manual_seed_all",
-    "max_memory_allocated",
-    "max_memory_reserved",
-    "mem_get_info",
-    "memory_allocated",
-    "memory_reserved",
-    "memory_stats",
-    "reset_peak_memory_stats",
-    "set_device",
-    "set_rng_state",
-    "set_stream",
-    "set_sync_debug_mode",
-    "stream",
-    "synchronize",
-]
-
 _TYPE = "asynccpu"
 _MODES = ("default", "warn", "error")
 _Where = torch.device | int | str | None

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from support.device.building import extension
 from support.device.loading import load
 
-__all__ = ["Pace", "pace_of", "paced"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:

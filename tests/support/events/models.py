@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["DIM", "Block", "Net", "batch", "leaf_batch", "make_inputs", "make_net"]
-
 DIM = 8
 
 

@@ -22,29 +22,6 @@ from support.collectives import ToldReduceScatter
 from support.events.models import make_net
 from support.ranks import cpu_mesh
 
-__all__ = [
-    "STEP",
-    "Outcome",
-    "Recorder",
-    "Scenario",
-    "Shard",
-    "against_torch",
-    "assert_all_returned",
-    "assert_close_to",
-    "averaged_gradients",
-    "by_name",
-    "compare_with_torch",
-    "events_of",
-    "full_gradients",
-    "gathered",
-    "group_of",
-    "lifecycle",
-    "ours",
-    "record",
-    "shard_with_torch",
-    "unsharded",
-]
-
 Shard = Callable[..., Any]
 
 STEP = "root 0 1 2 2 1 0"  # gathers of one step: the root stays for its backward

@@ -5,8 +5,6 @@ A recorded fact of that release, the last; ``tests/clients`` compares it with th
 
 from __future__ import annotations
 
-__all__ = ["ARGUMENTS", "LACKING", "METHODS", "MODULES"]
-
 # of fairscale.nn.FullyShardedDataParallel, what its class says itself
 METHODS = frozenset(
     {

@@ -11,8 +11,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-__all__ = ["fairscale_on_cpu"]
-
 
 class _Stream:
     """All work is in order: there is one stream, and nothing to wait for."""

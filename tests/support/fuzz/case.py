@@ -6,8 +6,6 @@ import random
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Checkpointing", "FuzzCase", "NodeCase", "StepCase", "draw"]
-
 
 class Checkpointing(Enum):
     """How a node is run."""

@@ -21,8 +21,6 @@ from support.fuzz.case import Checkpointing, FuzzCase, NodeCase, StepCase, draw
 from support.parity.compare import Tolerance, assert_equal, full
 from support.ranks import cpu_mesh
 
-__all__ = ["run_case"]
-
 WIDTH, BATCH = 4, 3
 LARGEST_NORM_ERROR = 64  # eps
 

@@ -13,8 +13,6 @@ from support.optim.ways import Way, full_state, full_values, give
 from support.threads.ranks import run_on_threads
 from support.threads.world import run_program_on_threads
 
-__all__ = ["GivenSteps", "Result", "assert_same"]
-
 Result = tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]
 """The whole parameters, and the whole state of each."""
 

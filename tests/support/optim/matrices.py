@@ -10,8 +10,6 @@ from fullshard.optim import SOAP, Muon
 from support.optim.given import GivenSteps
 from support.optim.shapes import Shapes, gradients, groups_of
 
-__all__ = ["MUON_OPTIONS", "MUON_STEPS", "SOAP_OPTIONS", "SOAP_STEPS"]
-
 MUON_OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 SOAP_OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "precondition_frequency": 2}
 

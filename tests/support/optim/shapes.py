@@ -9,8 +9,6 @@ from torch import nn
 
 from support.modules import Held
 
-__all__ = ["FUSED", "MATRICES", "REST", "Shapes", "gradients", "groups_of"]
-
 MATRICES = {
     "square": (8, 8),
     "wide": (6, 20),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["Small", "batch", "loss_of"]
-
 
 class Small(nn.Module):
     """An embedding, two hidden matrices and a head."""

@@ -17,8 +17,6 @@ from fullshard.checkpoint.boxes import box_here
 from fullshard.sharding import fully_shard, replicate
 from fullshard.sharding.base.compat import local_shard, spec_of
 
-__all__ = ["WAYS", "Way", "full_state", "full_values", "give"]
-
 _TENSOR_PARALLEL: dict[str, Placement] = {
     "square": Shard(0),
     "wide": Shard(1),

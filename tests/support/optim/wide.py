@@ -6,8 +6,6 @@ import torch
 
 from support.modules import Held
 
-__all__ = ["SHAPES", "Wide", "wide_gradients"]
-
 SHAPES = {
     "square": (64, 256),
     "wide": (10, 900),

@@ -23,18 +23,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-__all__ = [
-    "EXACT",
-    "Tensors",
-    "Tolerance",
-    "assert_equal",
-    "full",
-    "gradients_of",
-    "mean_over_ranks",
-    "parameters_of",
-    "rounding",
-]
-
 DEPTH = 32
 
 Tensors = Mapping[str, torch.Tensor | None]

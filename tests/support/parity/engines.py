@@ -16,8 +16,6 @@ from fullshard.sharding import fully_shard
 from support.parity.models import Case, build
 from support.ranks import cpu_mesh
 
-__all__ = ["OURS", "TORCH", "Engine", "shard", "tell"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:

@@ -13,23 +13,6 @@ from torch import nn
 
 from support.modules import Assembled, in_turn
 
-__all__ = [
-    "CASES",
-    "ROWS",
-    "Batch",
-    "Block",
-    "Case",
-    "EmptyMLP",
-    "ManyDTypes",
-    "NormNet",
-    "PartlyUsed",
-    "TinyTransformer",
-    "UnevenMLP",
-    "build",
-    "regression",
-    "tokens",
-]
-
 ROWS = 8  # rows of a whole batch: every world size in use divides it
 VOCABULARY, LENGTH, WIDTH, HEADS = 13, 7, 8, 2
 

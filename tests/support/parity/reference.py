@@ -22,19 +22,6 @@ from support.parity.compare import (
 from support.parity.engines import tell
 from support.parity.models import ROWS, Batch, Case, build
 
-__all__ = [
-    "ByHand",
-    "History",
-    "Pair",
-    "Rows",
-    "accumulate",
-    "adamw",
-    "compare",
-    "my_rows",
-    "train",
-    "whole_batch",
-]
-
 Rows = slice
 whole_batch = slice(None)
 

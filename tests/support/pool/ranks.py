@@ -25,8 +25,6 @@ import pytest
 from support.pool.messages import Job, Outcome, Report, Settle, Start
 from support.pool.starting import RankProcess
 
-__all__ = ["RankPool", "RanksFailed"]
-
 START_TIMEOUT = 120.0  # seconds until every rank has imported torch and joined the group
 GRACE = 5.0  # seconds the other ranks get once one has failed
 # Each has a thread that wakes a hundred times a second: dozens of them, in each of four ranks, are

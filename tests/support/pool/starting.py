@@ -15,8 +15,6 @@ from multiprocessing.reduction import send_handle
 
 from support.pool.messages import Start
 
-__all__ = ["RankProcess", "end_servers"]
-
 
 class _ForkServer:
     """A process that has imported torch and forks the ranks of one number."""

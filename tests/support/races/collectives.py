@@ -17,8 +17,6 @@ from fullshard.comm import (
 from fullshard.comm.collectives import lists
 from fullshard.comm.runtime.streams import canonical_device
 
-__all__ = ["gather_and_reduce_lists", "reduce_in_flight"]
-
 
 def gather_and_reduce_lists(mesh: DeviceMesh) -> list[torch.Tensor]:
     """Lists of tensors that are changed before they travel, and after."""

@@ -31,8 +31,6 @@ from support.races.orderings import (
     sources_of_copy_in,
 )
 
-__all__ = ["MUTATIONS", "Mutation", "changed_source", "mutated"]
-
 
 @dataclass(frozen=True)
 class Mutation:

@@ -13,8 +13,6 @@ from support.card import CARD
 from support.device.pace import Pace, paced
 from support.races.programs import OPTIONS, PROGRAMS, train
 
-__all__ = ["Results", "device_mesh", "outcome"]
-
 Results = list[torch.Tensor]
 
 

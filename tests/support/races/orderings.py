@@ -15,8 +15,6 @@ from fullshard.comm.collectives.replicas import AllReduceInFlight
 from fullshard.preflight.races.memory import Allocation, Memory
 from fullshard.preflight.simulation.streams import Clock, Machine
 
-__all__ = ["all_reduce_after_reduction", "gather_after_current", "sources_of_copy_in"]
-
 
 def _told(place: Any, name: str, tell: Callable[..., object]) -> Any:
     """A patch after which ``tell`` is called with the arguments of each call, when that is over."""

@@ -28,8 +28,6 @@ from fullshard.wire import Quantised, WirePolicy
 from support.gather_hooks import BFloat16Travel
 from support.races.collectives import gather_and_reduce_lists, reduce_in_flight
 
-__all__ = ["OPTIONS", "PROGRAMS", "Model", "Program", "loss_of", "train"]
-
 WIDTH, ROWS = 16, 4
 Program = Callable[[DeviceMesh], object]
 

@@ -15,8 +15,6 @@ import fullshard.comm
 import fullshard.sharding
 from support.races.mutations import Mutation, changed_source
 
-__all__ = ["KEPT", "LEFT_OUT", "changed_sites", "kept", "sites"]
-
 _CALLS = {
     "_collect",
     "collect_all",

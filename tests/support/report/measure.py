@@ -21,8 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fullshard.sharding import fully_shard
 from support.report.models import Model, models
 
-__all__ = ["measure"]
-
 ENGINES: dict[str, Any] = {"fullshard": fully_shard, "torch": torch_fsdp.fully_shard}
 WARM, TIMED = 2, 5
 

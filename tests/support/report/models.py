@@ -13,8 +13,6 @@ from fullshard_bench import Shape
 from fullshard_bench.models.registry import make_workload
 from fullshard_bench.models.workload import fill
 
-__all__ = ["Model", "models"]
-
 Inputs = list[torch.Tensor]
 
 

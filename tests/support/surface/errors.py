@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["says"]
-
 
 def says(*words: str) -> str:
     """A pattern that finds all of ``words`` in a message, in any order."""

@@ -11,8 +11,6 @@ from torch import nn
 from fullshard.sharding import fully_shard
 from support.modules import Stack
 
-__all__ = ["WIDTH", "Block", "Net", "batch", "build", "sharded", "train"]
-
 WIDTH = 6
 
 

@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, EventLog
 
-__all__ = ["assert_equal_state", "everyone", "full", "full_parameters", "never_gathered"]
-
 
 def everyone(value: Any) -> list[Any]:
     """What each rank gave, by rank; also shows that the ranks are still in step."""

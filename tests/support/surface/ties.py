@@ -8,8 +8,6 @@ from torch.distributed.tensor import DTensor
 
 from support.surface.model import WIDTH
 
-__all__ = ["Tied"]
-
 
 class Tied(nn.Module):
     """One matrix used as embedding and as head, and two blocks that are the same module."""

@@ -16,8 +16,6 @@ from support.modules import Assembled
 from support.ranks import cpu_mesh
 from support.surface.model import sharded
 
-__all__ = ["WRAPPINGS", "Wrapped", "adamw", "every_layer", "hybrid", "tied", "two_groups"]
-
 
 def adamw(params: Any) -> torch.optim.Optimizer:
     """The optimizer of tests that are not about optimizers."""

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Meeting", "RankLeftError", "RanksDivergedError", "ThreadGroup"]
-
 PATIENCE = 60.0  # seconds for which a rank waits for the others
 
 Tensors = Sequence[torch.Tensor]

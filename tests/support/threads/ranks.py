@@ -20,8 +20,6 @@ import torch
 
 from support.threads.group import Meeting, RankLeftError, ThreadGroup
 
-__all__ = ["ThreadRank", "ThreadWorld", "ThreadsFailed", "run_on_threads"]
-
 JOIN_TIMEOUT = 120.0  # seconds for all ranks together
 SHOWN = 3  # tracebacks in a report
 

@@ -32,8 +32,6 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from support.threads.group import ThreadGroup
 from support.threads.ranks import ThreadRank, run_on_threads
 
-__all__ = ["run_program_on_threads"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -16,8 +16,6 @@ from fullshard.sharding import FSDPModule
 from fullshard.wire import WirePolicy
 from support.verification.fault import Fault, hybrid, shard
 
-__all__ = ["FAULTS"]
-
 DTYPE = "a policy's dtype"
 ELSEWHERE = "gradients that are in another place"
 GATHERED = "a gathered parameter that is not what the shards hold"

@@ -18,8 +18,6 @@ from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard
 from support.modules import Assembled, Stack, in_turn
 
-__all__ = ["CORRECT", "Correct", "batch", "loss", "net", "shard"]
-
 WIDTH, ROWS, LENGTH = 8, 4, 5
 
 

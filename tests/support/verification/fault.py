@@ -15,8 +15,6 @@ from fullshard.preflight import Phase
 from fullshard.sharding import fully_shard
 from support.modules import in_turn
 
-__all__ = ["WIDTH", "Fault", "batch", "build", "hybrid", "is_sharded", "loss", "shard"]
-
 WIDTH = 6
 
 

@@ -5,6 +5,4 @@ from __future__ import annotations
 from support.verification import communication, losses, models, optimizers
 from support.verification.fault import Fault
 
-__all__ = ["FAULTS"]
-
 FAULTS: list[Fault] = [*models.FAULTS, *losses.FAULTS, *communication.FAULTS, *optimizers.FAULTS]

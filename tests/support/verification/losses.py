@@ -14,8 +14,6 @@ from fullshard.preflight import Phase
 from fullshard.sharding import FSDPModule
 from support.verification.fault import Fault, batch, is_sharded, loss, shard
 
-__all__ = ["FAULTS"]
-
 BYPASSED = "a parameter read or set through .data, .grad or to_local()"
 FED = "inputs that are not the batch's"
 KEPT = "gradients of the step before"

@@ -16,8 +16,6 @@ from fullshard.sharding import fully_shard
 from support.modules import Assembled
 from support.verification.fault import WIDTH, Fault, build, shard
 
-__all__ = ["FAULTS"]
-
 APART = "a buffer that ranks update apart"
 ASKS = "code that asks for its rank"
 BUILT = "values that sharding changes"

@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor
 from fullshard.preflight import Phase
 from support.verification.fault import Fault
 
-__all__ = ["FAULTS"]
-
 BY_RANK = "an optimizer that is not the same on all ranks"
 BY_SHARD = "an optimizer that decides by the shard"
 DECAY = "weight decay that is not the same"

@@ -11,8 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["StorageSpy", "fake_world"]
-
 
 @contextmanager
 def fake_world(world_size: int, device_type: str = "cpu", rank: int = 0) -> Iterator[DeviceMesh]:

@@ -16,8 +16,6 @@ from torch import nn
 from support import modules
 from support.threads.ranks import seeded
 
-__all__ = ["Block", "Stack", "gradients_by_ranks", "make_batch", "make_stack", "train_whole"]
-
 WIDTH = 9
 LEARNING_RATE = 0.1
 

@@ -7,8 +7,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NEW_DEVICE", "OWN_COLLECTIVE", "run_page"]
-
 _HOW_TO = Path(__file__).parents[3] / "docs" / "how-to"
 NEW_DEVICE = _HOW_TO / "new-device.md"
 OWN_COLLECTIVE = _HOW_TO / "own-collective.md"

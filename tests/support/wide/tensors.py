@@ -9,16 +9,6 @@ import torch
 from fullshard.comm import CommStreams, TensorSpec
 from support.threads.ranks import seeded
 
-__all__ = [
-    "MIXED",
-    "BlockingStreams",
-    "OneStream",
-    "full_tensors",
-    "mean_and_bound",
-    "shard_of",
-    "specs_of",
-]
-
 # (shape, dim): rows that divide by 128 and that do not, fewer rows than ranks, none, and 0-d.
 SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
     ((256, 3), 0),
