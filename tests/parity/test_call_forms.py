@@ -1,11 +1,13 @@
 """Whatever goes into a module's forward and comes out, gradients equal the unsharded model's.
 
 What autograd sees of a sharded module is its inputs and outputs: these are the shapes they take.
+Where torch's own can take a structure, its result is compared too, bit for bit.
 """
 
 from __future__ import annotations
 
-from collections import namedtuple
+import dataclasses
+from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +15,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.utils import _pytree as pytree  # what libraries register with
 
-from fullshard.sharding import fully_shard
 from support.modules import Assembled
-from support.parity.compare import assert_equal, gradients_of, rounding
+from support.parity.compare import EXACT, assert_equal, gradients_of, rounding
+from support.parity.engines import OURS, TORCH, Engine
 from support.parity.reference import my_rows
 from support.products import few
 from support.ranks import cpu_mesh, distributed
+
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -30,6 +36,38 @@ class Output:
 
     loss: torch.Tensor
     extra: dict[str, Any]
+
+
+class Holder:
+    """A container that only torch's pytree knows."""
+
+    def __init__(self, *held: Any) -> None:
+        self.held = held
+
+
+def _register() -> None:
+    """Registers the container in this process, once."""
+    if Holder not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(
+            Holder, lambda found: (list(found.held), None), lambda items, context: Holder(*items)
+        )
+
+
+@dataclass
+class ModelOutput(OrderedDict[str, Any]):
+    """A dict and a dataclass at once, as the outputs of model libraries are."""
+
+    logits: Any = None
+    hidden: Any = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is not None:
+                super().__setitem__(field.name, getattr(self, field.name))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
 
 
 def _inner(run: Callable[..., Any]) -> Any:
@@ -44,6 +82,10 @@ def _outer(run: Callable[..., torch.Tensor], inner: Callable[..., Any]) -> Any:
 
 def _plain(inner: Any, x: torch.Tensor) -> torch.Tensor:
     return inner.linear(x) * inner.gate
+
+
+def _linear(inner: Any, x: torch.Tensor) -> torch.Tensor:
+    return inner.linear(x)
 
 
 def _simple(outer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -205,6 +247,106 @@ def _gradient_inside_forward(inner: Any, x: torch.Tensor) -> torch.Tensor:
     return _plain(inner, x) + slope
 
 
+# -- structures of libraries, outputs without gradient, one module twice ---------------------------
+
+
+def _holder(inner: Any, holder: Holder) -> Holder:
+    x, shift = holder.held
+    return Holder(inner.linear(x).tanh(), [shift, {"x": inner.linear(shift)}])
+
+
+def _through_a_holder(outer: Any, x: torch.Tensor) -> torch.Tensor:
+    found = outer.inner(Holder(outer.first(x), x))
+    return outer.last(found.held[0] + found.held[1][1]["x"])
+
+
+def _output(inner: Any, x: torch.Tensor) -> ModelOutput:
+    return ModelOutput(logits=inner.linear(x), hidden=(x, x.argmax(1)))
+
+
+def _through_a_model_output(outer: Any, x: torch.Tensor) -> torch.Tensor:
+    found = outer.inner(outer.first(x))
+    assert type(found) is ModelOutput
+    assert found.hidden[1].dtype is torch.int64
+    return outer.last(found["logits"] + found.hidden[0])
+
+
+def _deque(inner: Any, items: deque[torch.Tensor]) -> deque[torch.Tensor]:
+    return deque([inner.linear(item) for item in items])
+
+
+def _through_a_deque(outer: Any, x: torch.Tensor) -> torch.Tensor:
+    first, second = outer.inner(deque([outer.first(x), x]))
+    return outer.last(first * second)
+
+
+def _packed(inner: Any, packed: PackedSequence) -> PackedSequence:
+    return packed._replace(data=inner.linear(packed.data))
+
+
+def _through_a_packed_sequence(outer: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = outer.first(x).view(2, -1, 5)
+    found = outer.inner(pack_padded_sequence(hidden, torch.tensor([2, 1]), batch_first=True))
+    return outer.last(found.data)
+
+
+def _some_without(inner: Any, x: torch.Tensor) -> Any:
+    hidden = inner.linear(x)
+    return {"out": hidden, "token": hidden.argmax(1), "seen": hidden.detach(), "size": 3}
+
+
+def _through_some_without_gradient(outer: Any, x: torch.Tensor) -> torch.Tensor:
+    found = outer.inner(outer.first(x))
+    assert not found["seen"].requires_grad
+    return outer.last(found["out"] * found["seen"].tanh() + found["token"][:, None])
+
+
+def _none_needs_a_gradient(inner: Any, x: torch.Tensor) -> torch.Tensor:
+    return inner.linear(x).detach()
+
+
+def _past_an_output_without_gradient(outer: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = outer.first(x)
+    return outer.last(hidden * outer.inner(hidden))
+
+
+def _nothing(inner: Any, x: torch.Tensor) -> None:
+    inner.linear(x)
+
+
+def _past_no_output(outer: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = outer.first(x)
+    assert outer.inner(hidden) is None
+    return outer.last(hidden)
+
+
+def _one_after_the_other(outer: Any, x: torch.Tensor) -> torch.Tensor:
+    return outer.last(outer.inner(outer.inner(outer.first(x)).tanh()))
+
+
+def _side_by_side(outer: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = outer.first(x)
+    return outer.last(outer.inner(hidden) * outer.inner(hidden + 1))
+
+
+def _once_without_gradient(outer: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = outer.inner(x)
+    return outer.last(outer.inner(outer.first(x)) - target)
+
+
+STRUCTURES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., Any]]] = {
+    "registered": (_through_a_holder, _holder),
+    "model-output": (_through_a_model_output, _output),
+    "deque": (_through_a_deque, _deque),
+    "packed-sequence": (_through_a_packed_sequence, _packed),
+    "some-without-gradient": (_through_some_without_gradient, _some_without),
+    "none-with-gradient": (_past_an_output_without_gradient, _none_needs_a_gradient),
+    "no-output": (_past_no_output, _nothing),
+    "twice-in-a-row": (_one_after_the_other, _linear),
+    "twice-side-by-side": (_side_by_side, _linear),
+    "once-without-gradient": (_once_without_gradient, _linear),
+}
 FORMS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., Any]]] = {
     "plain": (_simple, _plain),
     "in-place-on-the-output": (_in_place_on_the_output, _plain),
@@ -232,12 +374,25 @@ FORMS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., Any]]] = {
     "in-place-with-a-mask": (_input_and_mask, _in_place_beside_what_needs_none),
     "unused-input": (_simple, _input_is_not_used),
     "gradient-inside-forward": (_simple, _gradient_inside_forward),
+    **STRUCTURES,
 }
 
 
+def _sharded(form: str, engine: Engine, reshard: bool) -> Any:
+    model = _model(form)
+    for module in (model.first, model.inner, model):
+        engine.fully_shard(module, mesh=cpu_mesh(), reshard_after_forward=reshard)
+    return model
+
+
 def _model(form: str) -> Any:
+    _register()
     torch.manual_seed(21)
     return _outer(*FORMS[form]).double()
+
+
+def _x() -> torch.Tensor:
+    return torch.randn(8, 5, generator=torch.Generator().manual_seed(22)).double()
 
 
 # What is near to another of them is in the matrix.
@@ -250,20 +405,48 @@ _NEAR = {
     "in-place-without-gradients",
     "in-place-on-a-part",
     "unused-input",
+    "deque",
+    "some-without-gradient",
+    "twice-in-a-row",
 }
 
 
 @pytest.mark.parametrize("form", few(FORMS, *(FORMS.keys() - _NEAR)))
 @distributed(2)
 def test_gradients_equal_the_unsharded_models(form: str, world_size: int) -> None:
-    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(22)).double()
+    """The definition is the mean of what each rank's rows give by themselves."""
     for reshard in (True, False):
-        model, whole = _model(form), _model(form)
-        for module in (model.first, model.inner, model):
-            fully_shard(module, mesh=cpu_mesh(), reshard_after_forward=reshard)
+        model, whole = _sharded(form, OURS, reshard), _model(form)
         for step in range(2):
-            model(x[my_rows()]).square().mean().backward()
-            whole(x).square().mean().backward()
+            model(_x()[my_rows()]).square().mean().backward()
+            for rank in range(world_size):
+                rows = _x()[my_rows(rank, world_size)]
+                (whole(rows).square().mean() / world_size).backward()
             allowed = rounding(world_size, steps=step + 1)
             what = f"gradients, step {step}, reshard_after_forward={reshard}"
             assert_equal(gradients_of(model), gradients_of(whole), allowed, what)
+
+
+TORCH_LOOKS_NOT_INTO = {"registered", "deque"}  # and then computes with freed parameters
+if torch.__version__ < "2.13":
+    TORCH_LOOKS_NOT_INTO.add("model-output")
+
+
+@pytest.mark.parametrize(
+    "form",
+    few(
+        sorted(STRUCTURES.keys() - TORCH_LOOKS_NOT_INTO),
+        "model-output",
+        "packed-sequence",
+        "once-without-gradient",
+    ),
+)
+@distributed(2)
+def test_gradients_equal_those_under_torchs_own(form: str) -> None:
+    gradients = []
+    for engine in (OURS, TORCH):
+        model = _sharded(form, engine, reshard=True)
+        for _ in range(2):
+            model(_x()[my_rows()]).square().mean().backward()
+        gradients.append(gradients_of(model))
+    assert_equal(gradients[0], gradients[1], EXACT, form)
