@@ -27,8 +27,17 @@ from fullshard_train.settings.config import Config
 from fullshard_train.training.measures import CountsFlops
 from support.hf import documents, make_folder, make_tokenizer, settings_of, write_documents
 from support.ranks import distributed, run_on_ranks
-from train.hf_beside import TOLERANCE, compare, reference
-from train.jobs import Ran, losses, run, settings, small_config, small_task, small_trainer
+from train.hf_beside import compare, reference
+from train.jobs import (
+    TOLERANCE,
+    Ran,
+    losses,
+    run,
+    settings,
+    small_config,
+    small_task,
+    small_trainer,
+)
 from train.launchers import Forked
 
 pytest.importorskip("transformers")

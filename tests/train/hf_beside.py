@@ -9,22 +9,16 @@ import pytest
 import torch
 
 from fullshard_train.settings.config import Config
-from fullshard_train.task import IGNORED, Task
-from fullshard_train.training.optim import build_optimizer
-from fullshard_train.training.schedule import learning_rate
+from fullshard_train.task import IGNORED, Batch, Task
 from support.ranks import run_on_ranks
-from train.jobs import Ran, losses, small_task
-
-TOLERANCE: Any = {"rtol": 1e-4, "atol": 1e-5}  # as tests/train/test_trainer.py explains
+from train.jobs import TOLERANCE, Ran, losses, plain_model, plain_training, small_task
 
 
 def _initial_adapters(task: Task, config: Config) -> dict[str, torch.Tensor]:
     """The values that adapters begin with; what is not ours to define."""
-    model = task.build_model()
-    task.fill(model, config.train.seed)
     return {
         name.removeprefix("inner."): parameter.detach()
-        for name, parameter in model.named_parameters()
+        for name, parameter in plain_model(task, config).named_parameters()
         if "lora_" in name and "magnitude" not in name
     }
 
@@ -63,30 +57,23 @@ def _plain_training(config: Config) -> Plain:
     task = small_task(config)
     adapters = _initial_adapters(task, config) if config.hf.method == "lora" else {}
     model = _plain(config, adapters)
-    optimizer = build_optimizer(model.parameters(), config.optim)
-    found: dict[int, float] = {}
-    for step in range(config.train.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.optim, step=step, steps=config.train.steps)
-        batch = task.training_rows(step, range(config.train.batch))
+
+    def loss_of(model: Any, batch: Batch) -> torch.Tensor:
         tokens, positions = batch.inputs.unbind(-1)
         labels = torch.full_like(batch.targets, IGNORED)
         labels[:, 1:] = batch.targets[:, :-1]  # transformers moves them by one
         counted = int((labels != IGNORED).sum())
-        loss = model(
+        loss: torch.Tensor = model(
             input_ids=tokens,
             position_ids=positions,
             labels=labels,
             num_items_in_batch=counted,
             use_cache=False,
         ).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        found[step + 1] = loss.item()
+        return loss
+
     return Plain(
-        losses=found,
+        losses=plain_training(task, config, model, loss_of),
         weights={name: each.detach() for name, each in model.named_parameters()},
         trained={name for name, each in model.named_parameters() if each.requires_grad},
     )

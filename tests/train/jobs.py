@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from fullshard_train.checkpoints.checkpoint import read_position
 from fullshard_train.checkpoints.saving import Saver
@@ -22,9 +25,11 @@ from fullshard_train.ranks.stopping import StopRequest
 from fullshard_train.reporting.metrics import JsonLines, NoMetrics, read_metrics
 from fullshard_train.reporting.progress import Progress
 from fullshard_train.settings.config import Config, default_table, merge
-from fullshard_train.task import Task
+from fullshard_train.task import IGNORED, Batch, Task
 from fullshard_train.text.corpus import split
 from fullshard_train.text.task import TextTask
+from fullshard_train.training.optim import build_optimizer
+from fullshard_train.training.schedule import learning_rate
 from fullshard_train.training.trainer import Outputs, Trainer
 
 SMALL: Mapping[str, Mapping[str, Any]] = {
@@ -42,6 +47,12 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "checkpoint": {"every": 2},
     "sample": {"length": 4},
 }
+
+# Sums over a batch come in another order on more ranks: a few units in the last place of float32.
+# AdamW's division by the root of the second moment amplifies them without bound where gradients are
+# tiny, unless its epsilon bounds it.
+TOLERANCE: Any = {"rtol": 1e-4, "atol": 1e-5}
+EPSILON = 1e-3
 
 TEXT = b"".join(b"%d times %d is %d.\n" % (a, b, a * b) for a in range(30) for b in range(30))
 
@@ -82,6 +93,50 @@ def small_text_task(config: Config) -> TextTask:
     """The task of learning `TEXT`."""
     data = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8)
     return TextTask(config, split(data, config.data))
+
+
+def plain_model(task: Task, config: Config) -> nn.Module:
+    """The unsharded model of a task, with its initial weights."""
+    model = task.build_model()
+    task.fill(model, config.train.seed)
+    return model
+
+
+def plain_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The mean over all predictions of a batch that count."""
+    logits = model(batch.inputs).flatten(0, -2)
+    return functional.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORED)
+
+
+def plain_training(
+    task: Task,
+    config: Config,
+    model: nn.Module,
+    loss_of: Callable[[nn.Module, Batch], torch.Tensor] = plain_loss,
+) -> dict[int, float]:
+    """Train a model in plain torch, each batch as a whole, and return the losses by step.
+
+    The definition of what the trainer does.
+    """
+    optimizer = build_optimizer(model.parameters(), config.optim)
+    found: dict[int, float] = {}
+    for step in range(config.train.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.optim, step=step, steps=config.train.steps)
+        loss = loss_of(model, task.training_rows(step, range(config.train.batch)))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        found[step + 1] = loss.item()
+    return found
+
+
+def assert_trained_as(ran: Ran, expected: dict[int, float], model: nn.Module) -> None:
+    """A run has these losses, and in the end the weights of this unsharded model."""
+    assert losses(ran.records) == pytest.approx(expected, rel=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(ran.weights[name], parameter.detach(), **TOLERANCE)
 
 
 def this_world() -> World:

@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from unittest import mock
 
-from fullshard_train.checkpoints import checkpoint
 from fullshard_train.cli import main
 
 # What every rank of a job imports sooner or later: the trainer, and what torch and the curve of
@@ -192,21 +191,6 @@ def _rank(
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
     os.environ.update(world, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     sys.exit(program(arguments))
-
-
-def killed_in_its_second_checkpoint(arguments: list[str]) -> int:
-    """The trainer, killed when its second checkpoint is half on the disk."""
-    write = checkpoint._write_position
-    seen: list[Path] = []
-
-    def killing(path: Path, *args: Any, **kwargs: Any) -> None:
-        seen.append(path)
-        if len(seen) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(path, *args, **kwargs)
-
-    with mock.patch.object(checkpoint, "_write_position", killing):
-        return main(arguments)
 
 
 def _children(pid: int) -> list[int]:

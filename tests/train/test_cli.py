@@ -21,7 +21,7 @@ from fullshard_train.commands.plan import make_plan
 from fullshard_train.reporting.metrics import read_metrics
 from fullshard_train.settings.config import Config, read_table
 from train.jobs import TEXT, damage, losses, settings, untimed
-from train.launchers import Forked, environment, killed_in_its_second_checkpoint, send
+from train.launchers import Forked, environment, send
 
 
 @pytest.fixture
@@ -394,23 +394,3 @@ def test_a_damaged_checkpoint_is_one_line_and_changes_nothing(
     assert f"{file.name} is damaged" in captured
     assert captured.count("\n") == 1
     assert _files(finished) == before
-
-
-@pytest.mark.matrix
-def test_a_run_killed_while_it_writes_a_checkpoint_resumes_to_the_same_end(
-    finished: Path, tmp_path: Path, text: Path
-) -> None:
-    out = tmp_path / "killed"
-    arguments = [*settings(), "--data", str(text), "--out", str(out)]
-    output = tmp_path / "output"
-    killed = Forked(1, arguments, output, killed_in_its_second_checkpoint)
-    try:
-        assert killed.wait(120) == -signal.SIGKILL, output.read_text()
-    finally:
-        killed.kill()
-    half = sorted(path.name for path in (out / "checkpoints").iterdir())
-    assert half == [".writing-00000004", "latest", "step-00000002"]
-    assert main(["--resume", str(out)]) == 0
-    assert untimed(out / "metrics.jsonl") == untimed(finished / "metrics.jsonl")
-    ends = [json.loads((folder / "result.json").read_text()) for folder in (out, finished)]
-    assert ends[0]["held_out_loss"] == ends[1]["held_out_loss"]

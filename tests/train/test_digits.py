@@ -13,17 +13,22 @@ import torch
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from sklearn.dummy import DummyClassifier  # type: ignore[import-untyped]
 from sklearn.neighbors import NearestCentroid  # type: ignore[import-untyped]
-from torch.nn import functional
 
 from fullshard_train.cli import main
 from fullshard_train.digits.task import DigitsTask, read_digits
 from fullshard_train.errors import TrainError
 from fullshard_train.reporting.metrics import read_metrics
 from fullshard_train.settings.config import load_config
-from fullshard_train.training.optim import build_optimizer
-from fullshard_train.training.schedule import learning_rate
 from support.ranks import run_on_ranks
-from train.jobs import Ran, losses, run, small_config, small_task
+from train.jobs import (
+    Ran,
+    assert_trained_as,
+    plain_model,
+    plain_training,
+    run,
+    small_config,
+    small_task,
+)
 
 SMALL_DIGITS: Mapping[str, Mapping[str, Any]] = {
     "run": {"task": "digits"},
@@ -95,24 +100,9 @@ def _run(folder: Path) -> Ran:
 def test_training_equals_training_the_unsharded_model(tmp_path: Path, world_size: int) -> None:
     config = small_config(**SMALL_DIGITS)
     task = small_task(config)
-    model = task.build_model()
-    task.fill(model, config.train.seed)
-    optimizer = build_optimizer(model.parameters(), config.optim)
-    expected: dict[int, float] = {}
-    for step in range(config.train.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.optim, step=step, steps=config.train.steps)
-        batch = task.training_rows(step, range(config.train.batch))
-        loss = functional.cross_entropy(model(batch.inputs), batch.targets)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected[step + 1] = loss.item()
-    ran: list[Ran] = run_on_ranks(_run, world_size, tmp_path)
-    assert losses(ran[0].records) == pytest.approx(expected, rel=1e-5)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(ran[0].weights[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+    model = plain_model(task, config)
+    expected = plain_training(task, config, model)
+    assert_trained_as(run_on_ranks(_run, world_size, tmp_path)[0], expected, model)
 
 
 def test_nothing_held_out_is_refused() -> None:

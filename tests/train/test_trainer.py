@@ -9,23 +9,25 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.nn import functional
 
 from fullshard_train.errors import TrainError
 from fullshard_train.ranks.distributed import make_mesh
 from fullshard_train.settings.config import Config
-from fullshard_train.text.model import GPT
-from fullshard_train.training.optim import build_optimizer
 from fullshard_train.training.schedule import learning_rate
 from fullshard_train.training.sharded import shard_model
 from fullshard_train.training.verifying import require_verified
 from support.products import few
 from support.ranks import distributed, run_on_ranks
 from train.jobs import (
+    EPSILON,
     Ran,
+    assert_trained_as,
     fit,
     full_weights,
     losses,
+    plain_loss,
+    plain_model,
+    plain_training,
     run,
     small_config,
     small_task,
@@ -33,39 +35,12 @@ from train.jobs import (
     this_world,
 )
 
-# Sums over a batch come in another order on more ranks: a few units in the last place of float32.
-# AdamW's division by the root of the second moment amplifies them without bound where gradients are
-# tiny, unless its epsilon bounds it.
-RELATIVE, ABSOLUTE = 1e-4, 1e-5
-EPSILON = 1e-3
 
-
-def _plain_model(config: Config) -> GPT:
-    """The model, unsharded, with its initial weights."""
-    task = small_task(config)
-    model = task.build_model()
-    assert isinstance(model, GPT)
-    task.fill(model, config.train.seed)
-    return model
-
-
-def _plain_training(config: Config) -> tuple[dict[int, float], GPT]:
+def _plain_training(config: Config) -> tuple[dict[int, float], torch.nn.Module]:
     """The losses by step, and the model, of one process that computes each batch as a whole."""
-    task, model = small_task(config), _plain_model(config)
-    optimizer = build_optimizer(model.parameters(), config.optim)
-    found: dict[int, float] = {}
-    for step in range(config.train.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.optim, step=step, steps=config.train.steps)
-        batch = task.training_rows(step, range(config.train.batch))
-        logits = model(batch.inputs)
-        loss = functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        found[step + 1] = loss.item()
-    return found, model
+    task = small_task(config)
+    model = plain_model(task, config)
+    return plain_training(task, config, model), model
 
 
 @pytest.mark.parametrize("optimizer", few(["muon", "soap", "adamw8bit"], "muon"))
@@ -110,7 +85,7 @@ def _initial(config: Config) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_initial_weights_are_those_of_the_unsharded_model(world_size: int) -> None:
     config = small_config()
-    expected = dict(_plain_model(config).named_parameters())
+    expected = dict(plain_model(small_task(config), config).named_parameters())
     for weights in run_on_ranks(_initial, world_size, config):
         assert weights.keys() == expected.keys()
         for name, weight in weights.items():
@@ -128,14 +103,7 @@ def test_training_equals_training_the_unsharded_model_on_whole_batches(
     config = small_config(train=train, optim={"epsilon": EPSILON})
     expected, model = _plain_training(config)
     ran: list[Ran] = run_on_ranks(_run, world_size, config, tmp_path)
-    found = losses(ran[0].records)
-    assert found.keys() == expected.keys()
-    for step, loss in expected.items():
-        assert found[step] == pytest.approx(loss, rel=1e-5), step
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            ran[0].weights[name], parameter.detach(), rtol=RELATIVE, atol=ABSOLUTE
-        )
+    assert_trained_as(ran[0], expected, model)
 
 
 @pytest.mark.parametrize(
@@ -168,12 +136,12 @@ def test_a_step_of_mixed_precision_is_near_the_one_in_full_precision(
 def test_an_evaluation_counts_every_held_out_row_once() -> None:
     # 13 rows are no multiple of the ranks: some rank runs a forward that does not count.
     trainer = small_trainer(small_config())
-    task, model = trainer.task, _plain_model(trainer.config)
+    task = trainer.task
+    model = plain_model(task, trainer.config)
     batch = task.evaluation_rows(range(task.held_out_rows))
     assert task.held_out_rows == 13
     with torch.no_grad():
-        logits = model(batch.inputs)
-        expected = functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+        logits, expected = model(batch.inputs), plain_loss(model, batch)
         right = (logits.argmax(dim=-1) == batch.targets).double().mean()
     found = trainer.evaluate()
     assert math.isclose(found.loss, expected.item(), rel_tol=1e-6)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from fullshard_train.ranks.distributed import make_mesh
@@ -13,14 +14,25 @@ from fullshard_train.settings.config import Config
 from fullshard_train.task import IGNORED, Batch
 from fullshard_train.text.corpus import split
 from fullshard_train.text.task import TextTask
-from fullshard_train.training.optim import build_optimizer
-from fullshard_train.training.schedule import learning_rate
 from fullshard_train.training.trainer import Trainer
 from support.products import few
 from support.ranks import run_on_ranks
-from train.jobs import TEXT, Ran, fit, full_weights, losses, small_config, this_world, untimed
+from train.jobs import (
+    EPSILON,
+    TEXT,
+    Ran,
+    assert_trained_as,
+    fit,
+    full_weights,
+    plain_loss,
+    plain_model,
+    plain_training,
+    small_config,
+    this_world,
+    untimed,
+)
 
-CONFIG = small_config(optim={"epsilon": 1e-3})
+CONFIG = small_config(optim={"epsilon": EPSILON})
 
 
 class Lopsided(TextTask):
@@ -57,30 +69,19 @@ def _run(folder: Path) -> Ran:
 def test_training_on_rows_that_count_differently_equals_that_of_the_unsharded_model(
     tmp_path: Path, world_size: int
 ) -> None:
-    task = _task(CONFIG)
-    model = task.build_model()
-    task.fill(model, CONFIG.train.seed)
-    optimizer = build_optimizer(model.parameters(), CONFIG.optim)
-    expected: dict[int, float] = {}
-    means: dict[int, float] = {}
-    for step in range(CONFIG.train.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(CONFIG.optim, step=step, steps=CONFIG.train.steps)
-        batch = task.training_rows(step, range(CONFIG.train.batch))
-        logits = model(batch.inputs)
-        loss = functional.cross_entropy(
-            logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED
-        )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CONFIG.optim.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected[step + 1] = loss.item()
-        each = functional.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none")
+    task, means = _task(CONFIG), []
+
+    def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            logits = model(batch.inputs).transpose(1, 2)
+        each = functional.cross_entropy(logits, batch.targets, reduction="none")
         counted = (batch.targets != IGNORED).sum(dim=1)
-        means[step + 1] = (each.sum(dim=1) / counted).mean().item()
+        means.append((each.sum(dim=1) / counted).mean().item())
+        return plain_loss(model, batch)
+
+    model = plain_model(task, CONFIG)
+    expected = plain_training(task, CONFIG, model, loss_of)
     ran: list[Ran] = run_on_ranks(_run, world_size, tmp_path)
-    assert losses(ran[0].records) == pytest.approx(expected, rel=1e-5)
-    assert means != pytest.approx(expected, rel=1e-4)  # so a mean of means would be seen
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(ran[0].weights[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+    assert_trained_as(ran[0], expected, model)
+    # so a mean of means would be seen
+    assert means != pytest.approx([*expected.values()], rel=1e-4)
