@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.sharding import fully_shard
 
@@ -57,3 +58,13 @@ def train(net: Any, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor
 def full(param: Any) -> torch.Tensor:
     """Return the whole tensor on the CPU."""
     return (param.full_tensor() if hasattr(param, "full_tensor") else param.detach()).cpu()
+
+
+def assert_replicas_equal(net: nn.Module, mesh: DeviceMesh) -> None:
+    """Two replicas have the same shards to the last bit."""
+    params: list[Any] = list(net.parameters())
+    for param in params:
+        local = param.to_local().contiguous()
+        parts = [torch.empty_like(local) for _ in range(2)]
+        dist.all_gather(parts, local, group=mesh.get_group("replicate"))
+        assert torch.equal(*parts)

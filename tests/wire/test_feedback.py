@@ -30,7 +30,7 @@ from fullshard.wire import ErrorFeedback, Quantised, WidenedReducePlan, WirePoli
 from fullshard.wire.blocks import BlockSpec, in_blocks
 from fullshard.wire.feedback import Residual
 from support.collectives import reduce_config, shard_of
-from support.narrow import WIDTH, Net, batch, full, sharded, train
+from support.narrow import WIDTH, Net, assert_replicas_equal, batch, full, sharded, train
 from support.ranks import distributed
 from support.threads.ranks import ThreadRank, run_on_threads
 
@@ -396,11 +396,7 @@ def test_replicas_stay_equal_to_the_last_bit_in_any_precision() -> None:
         exact, _ = train(sharded(mesh=mesh, mp_policy=precision), steps=8)
         losses, _ = train(net, steps=8)
         assert abs(losses[-1] - exact[-1]) < 0.02 * exact[0]
-        for param in net.parameters():
-            local = param.to_local().contiguous()
-            parts = [torch.empty_like(local) for _ in range(2)]
-            dist.all_gather(parts, local, group=mesh.get_group("replicate"))
-            assert torch.equal(*parts)
+        assert_replicas_equal(net, mesh)
 
 
 @distributed(2, 3, matrix=[3])

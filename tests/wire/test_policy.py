@@ -16,7 +16,7 @@ from fullshard.comm import EventKind, EventLog, TensorSpec, observe
 from fullshard.sharding import fully_shard, unsharded
 from fullshard.wire import Quantised, WirePolicy
 from support.modules import Assembled
-from support.narrow import WIDTH, Net, batch, full, sharded, train
+from support.narrow import WIDTH, Net, assert_replicas_equal, batch, full, sharded, train
 from support.ranks import cpu_mesh, distributed
 
 BF16 = WirePolicy(gathers=torch.bfloat16, reductions=torch.bfloat16)
@@ -146,11 +146,7 @@ def test_replicas_stay_equal_to_the_last_bit(policy: WirePolicy) -> None:
     mesh = cpu_mesh((2, 2), ("replicate", "shard"))
     net = sharded(mesh=mesh, wire_policy=policy)
     train(net)
-    for param in net.parameters():
-        local = param.to_local().contiguous()
-        parts = [torch.empty_like(local) for _ in range(2)]
-        dist.all_gather(parts, local, group=mesh.get_group("replicate"))
-        assert torch.equal(*parts)
+    assert_replicas_equal(net, mesh)
 
 
 @distributed(2)

@@ -20,7 +20,7 @@ from fullshard.wire import Quantised, WirePolicy
 from fullshard.wire.blocks import in_blocks
 from support import tp_model
 from support.collectives import shard_of
-from support.narrow import Net, batch, full, sharded, train
+from support.narrow import Net, assert_replicas_equal, batch, full, sharded, train
 from support.ranks import distributed
 
 FORMS = [Quantised(dtype, 16) for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)]
@@ -149,11 +149,7 @@ def test_a_hybrid_mesh_trains_close_to_exact_and_its_replicas_stay_equal() -> No
     net = sharded(mesh=mesh, wire_policy=matrices(FORMS[0]))
     ours, _ = train(net)
     assert all(abs(a - b) < 0.01 * b for a, b in zip(ours, exact, strict=True))
-    for param in net.parameters():
-        local = param.to_local().contiguous()
-        parts = [torch.empty_like(local) for _ in range(2)]
-        dist.all_gather(parts, local, group=mesh.get_group("replicate"))
-        assert torch.equal(*parts)
+    assert_replicas_equal(net, mesh)
 
 
 @distributed(4)
