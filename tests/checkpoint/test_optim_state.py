@@ -117,13 +117,6 @@ def test_a_full_state_is_the_unsharded_optimizers_on_rank_0_and_empty_elsewhere(
 
 
 @distributed(2, 4, matrix=[4])
-def test_a_full_state_on_every_rank() -> None:
-    net = sharded(build())
-    state = full_optim_state_dict(net, trained(net), rank0_only=False)
-    assert_same(state, definition())
-
-
-@distributed(2, 4, matrix=[4])
 def test_it_is_what_fsdp1_of_torch_gives() -> None:
     theirs: Any = build()
     for index, block in enumerate(theirs.blocks):

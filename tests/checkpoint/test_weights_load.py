@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -207,23 +207,6 @@ def test_tensor_parallel_parameters_cut_a_second_time(dim: int, tmp_path: Path) 
     assert torch.allclose(model(x), plain(x), atol=1e-6)
 
 
-def test_any_dtensor_is_loaded_on_meshes_that_fully_shard_did_not_make(tmp_path: Path) -> None:
-    full = torch.randn(7, 5)
-    saved(tmp_path, {"weight": full})
-    placements = [(Shard(0), Shard(0)), (Shard(1), Shard(0)), (Replicate(), Shard(1))]
-
-    def body(rank: ThreadRank) -> None:
-        mesh = init_device_mesh("cpu", (2, 3))
-        for each in placements:
-            model = wide(7, 5)
-            cut = distribute_tensor(torch.zeros(7, 5), mesh, each, src_data_rank=None)
-            model.weight = nn.Parameter(cut)
-            load_safetensors(model, tmp_path, options=SMALL)
-            assert torch.equal(values_of(model)["weight"], full)
-
-    run_program_on_threads(body, 6)
-
-
 @distributed(2)
 def test_training_goes_on_as_the_plain_models_with_an_optimizer_built_before(
     tmp_path: Path,
@@ -291,18 +274,6 @@ def test_offloaded_shards_are_given_memory_on_the_cpu(tmp_path: Path) -> None:
     load_safetensors(model, tmp_path)
     assert isinstance(model, FSDPModule)
     assert model(torch.ones(1, 3)).tolist() == [[3.0] * 4]
-
-
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
-def test_values_are_cast_to_the_parameters_dtype(
-    own: torch.dtype, stored: torch.dtype, tmp_path: Path
-) -> None:
-    value = torch.randn(4, 3).to(stored)
-    saved(tmp_path, {"weight": value, "bias": torch.zeros(4, dtype=stored)})
-    model = nn.Linear(3, 4, dtype=own)
-    load_safetensors(model, tmp_path)
-    assert torch.equal(model.weight, value.to(own))
 
 
 @distributed(2)

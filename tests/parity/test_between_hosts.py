@@ -25,8 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
 MATRIX = pytest.mark.matrix
 # BatchNorm sees the rows of its rank, many-dtypes adds in bf16: no whole batch to compare with.
-MODELS = sorted(CASES.keys() - {"batch-norm", "many-dtypes"})
 CORE = ("transformer", "tied-across-groups", "uneven", "partly-used")
+MODELS = [*CORE, *sorted(CASES.keys() - {*CORE, "batch-norm", "many-dtypes"})]
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -49,22 +49,14 @@ def _marked(names: list[str], core: tuple[str, ...]) -> list[Any]:
     return [each if each in core else pytest.param(each, marks=MATRIX) for each in names]
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("name", _marked(MODELS, CORE))
-@distributed(2)
+@distributed(2, 4)
 def test_training_equals_the_whole_batch(name: str, world_size: int) -> None:
     case = CASES[name]
     with private_memory():
         got = train(shard(case), case, my_rows(), steps=4)
     compare(got, train(build(case), case, whole_batch, steps=4), rounding(world_size))
-
-
-@pytest.mark.parametrize("name", _marked(MODELS, ("transformer",)))
-@distributed(4)
-def test_among_four_ranks_it_does_too(name: str, world_size: int) -> None:
-    case = CASES[name]
-    with private_memory():
-        got = train(shard(case), case, my_rows(), steps=3)
-    compare(got, train(build(case), case, whole_batch, steps=3), rounding(world_size))
 
 
 @pytest.mark.parametrize("setting", _marked(sorted(SETTINGS), ("bf16-fp32", "offload")))

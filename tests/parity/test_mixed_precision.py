@@ -166,27 +166,3 @@ def test_fp16_gradients_whose_sum_is_out_of_range_have_a_right_mean() -> None:
     gradient = gradients_of(model)["weight"]
     assert gradient is not None
     assert gradient.item() == 20000
-
-
-@distributed(2)
-def test_inputs_and_outputs_are_cast_as_the_policy_says() -> None:
-    seen = []
-    model = nn.Linear(2, 2)
-    model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
-    fully_shard(model, mesh=cpu_mesh(), mp_policy=policy)
-    output = model(torch.ones(2, 2))
-    assert (seen, output.dtype) == ([torch.bfloat16], torch.float64)
-    by_hand = nn.functional.linear(
-        torch.ones(2, 2).bfloat16(),
-        *(p.bfloat16() for p in parameters_of(model).values() if p is not None),
-    )
-    assert torch.equal(output, by_hand.double())
-    plain = nn.Linear(2, 2)
-    fully_shard(
-        plain,
-        mesh=cpu_mesh(),
-        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False),
-    )
-    with pytest.raises(RuntimeError, match=r"(?i)dtype"):
-        plain(torch.ones(2, 2))

@@ -210,6 +210,19 @@ def _raising(together: Any, alone: Any) -> None:
         same_bits(together, alone)
 
 
+def _keeping_a_graph(together: Any, alone: Any) -> None:
+    """Rank 0 alone keeps graphs."""
+    for model in (together, alone):
+        kept = []
+        for index in range(3):
+            output = model(batch(index))
+            if dist.get_rank() == 0:
+                kept.append(output)
+            del output
+            step(model, index)
+    same_bits(together, alone)
+
+
 PROGRAMS: dict[str, Callable[[Any, Any], None]] = {
     "training": _training,
     "checkpointed": lambda *models: _training(*models, reentrant=False),
@@ -221,6 +234,7 @@ PROGRAMS: dict[str, Callable[[Any, Any], None]] = {
     "unsharding": _unsharding,
     "freezing": _freezing,
     "raising": _raising,
+    "keeping a graph": _keeping_a_graph,
 }
 
 
@@ -234,6 +248,7 @@ PROGRAMS: dict[str, Callable[[Any, Any], None]] = {
         "several forwards",
         "skipping",
         "raising",
+        "keeping a graph",
     ),
 )
 @distributed(2)
@@ -423,21 +438,6 @@ def test_ranks_that_run_different_unsharded_groups_make_the_same_buckets() -> No
         assert mine[0] == ("layers.0", "layers.1", "layers.4", "layers.5")
         for expert in (2, 3):
             model.layers[expert].reshard()
-
-
-@distributed(2)
-def test_a_graph_that_one_rank_keeps_changes_no_launch() -> None:
-    with apart() as mesh:
-        together, alone = pair(mesh=mesh)
-        for model in (together, alone):
-            kept = []
-            for index in range(3):
-                output = model(batch(index))
-                if dist.get_rank() == 0:
-                    kept.append(output)
-                del output
-                step(model, index)
-        same_bits(together, alone)
 
 
 @distributed(2)

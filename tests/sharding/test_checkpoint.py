@@ -223,32 +223,3 @@ def test_a_full_optimizer_state_of_rank_0_reaches_every_rank() -> None:
     set_model_state_dict(fresh, weights, options=options)
     set_optimizer_state_dict(fresh, fresh_optimizer, moments, options=options)
     assert train(fresh, fresh_optimizer, range(2, 4)) == train(net, optimizer, range(2, 4))
-
-
-def _full_states(steps: int) -> tuple[dict[str, Any], Any, list[float]]:
-    """A trained model's full weights and moments, and the losses of two more steps."""
-    net = sharded(build())
-    optimizer = _adam(net)
-    train(net, optimizer, range(steps))
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(net, options=options)
-    moments = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=options))
-    return weights, moments, train(net, optimizer, range(steps, steps + 2))
-
-
-def _go_on_from_full(weights: dict[str, Any], moments: Any, first: int) -> list[float]:
-    net = sharded(build(99))
-    optimizer = _adam(net)
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(net, weights, options=options)
-    set_optimizer_state_dict(net, optimizer, moments, options=options)
-    return train(net, optimizer, range(first, first + 2))
-
-
-@pytest.mark.parametrize(
-    "worlds", few([(2, 4), (4, 2), (2, 1)], (4, 2)), ids="{0[0]} to {0[1]}".format
-)
-def test_full_states_load_on_another_number_of_ranks(worlds: tuple[int, int]) -> None:
-    weights, moments, expected = run_on_ranks(_full_states, worlds[0], 3)[0]
-    for losses in run_on_ranks(_go_on_from_full, worlds[1], weights, moments, 3):
-        torch.testing.assert_close(losses, expected)

@@ -202,14 +202,6 @@ def test_ranks_for_which_torch_has_no_group_get_one_once() -> None:
     assert all_reduces(lambda: grad_norm(params)) == 1
 
 
-@distributed(4)
-def test_a_gradient_that_is_placed_otherwise_than_its_parameter_counts_as_what_it_means() -> None:
-    mesh, gradient = cpu_mesh(), numbers(0)
-    param = parameter(gradient, mesh, Shard(0))
-    param.grad = distribute_tensor(gradient.clone(), mesh, [Replicate()])
-    torch.testing.assert_close(grad_norm(param), gradient.norm())
-
-
 @distributed(2, 4)
 def test_a_model_whose_gradients_only_some_ranks_hold_is_clipped_on_all(world_size: int) -> None:
     gradient = numbers(0, shape=(1, 3))  # the first rank holds the only row

@@ -198,34 +198,6 @@ def test_gradients_of_a_backward_that_is_not_the_last_appear_with_the_last() -> 
 
 
 @distributed(2)
-def test_keeping_after_backward_saves_the_gathers_of_the_next_forward() -> None:
-    net = make_net(ours, reshard_after_forward=True)
-    net.set_reshard_after_backward(False)
-    recorder = record(net)
-    step(net)
-    recorder.clear()
-    with torch.no_grad():
-        net(batch())
-    assert recorder.gathers == []
-
-
-@distributed(2)
-def test_a_group_reduces_at_the_post_backward_of_its_last_outstanding_use() -> None:
-    net = make_net(ours, blocks=2)
-    log = EventLog()
-    losses = [net(batch(seed=seed, requires_grad=True)).square().sum() for seed in (1, 2)]
-    with observe(log):
-        (losses[0] + losses[1]).backward()
-    kinds = [
-        event.kind
-        for event in log.of(EventKind.POST_BACKWARD, EventKind.REDUCE)
-        if event.name == "blocks.1"
-    ]
-    assert kinds == [EventKind.POST_BACKWARD, EventKind.POST_BACKWARD, EventKind.REDUCE]
-    assert log.named(EventKind.REDUCE) == ["blocks.1", "blocks.0", "(root)"]
-
-
-@distributed(2)
 def test_groups_reached_for_some_uses_only_reduce_at_the_end_in_reverse_first_forward_order() -> (
     None
 ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,9 +21,6 @@ from support.events.recorder import (
 )
 from support.modules import Assembled
 from support.ranks import distributed
-
-RESHARD = pytest.mark.parametrize("reshard", [True, False, None])
-GATHERS = {True: 8, False: 4, None: 7}  # of a root and three blocks, per step
 
 
 def step(net: nn.Module, **kwargs: Any) -> None:

@@ -22,8 +22,6 @@ from fullshard.sharding.gather.copy_watch import _checksum
 from support.modules import Assembled
 from support.products import few
 from support.ranks import cpu_mesh, distributed
-from support.threads.ranks import ThreadRank
-from support.threads.world import run_program_on_threads
 from support.wide.model import Stack, loss_of, make_batch, make_stack
 
 AGES = 1000.0  # seconds; a test that waited so long would fail by pytest's timeout
@@ -172,7 +170,6 @@ def reduce_alone(model: Any) -> None:
 BLOCK_1, BLOCK_2 = "{others} gather{s} blocks.1", "rank {last} gathers blocks.2."
 DIVERGENCES: dict[str, tuple[Callable[[], Any], Callable[[Any], None], tuple[str, ...]]] = {
     "skipped": (skipping, partial(in_order, order=(0, 2)), (f"{BLOCK_1}, {BLOCK_2}",)),
-    "swapped": (skipping, partial(in_order, order=(0, 2, 1)), (f"{BLOCK_1}, {BLOCK_2}",)),
     "a gather meets another": (
         sharded,
         one_forward_more,
@@ -276,22 +273,6 @@ def test_a_backward_whose_error_is_handled_is_told_by_the_reset() -> None:
     assert "rank 0 raised ArithmeticError: overflow, after" in report
 
 
-@distributed(2)
-def test_a_rank_that_takes_one_step_less_is_named_after_the_timeout() -> None:
-    model = sharded()
-    steps = 2 - dist.get_rank()
-    with debug_mode(timeout=0.5):
-        if dist.get_rank() == 0:
-            step(model)
-            with pytest.raises(CollectiveMismatchError) as caught:
-                step(model)
-            wanted = "rank 1 did not come within 0.5 s: rank 1 last reduced (root), with rank 0."
-            assert f"rank 0 gathers (root), but {wanted}" in str(caught.value)
-        for _ in range(steps if dist.get_rank() == 1 else 0):
-            step(model)
-        dist.barrier()
-
-
 @pytest.mark.parametrize("late", [False, True])
 @distributed(4)
 def test_ranks_of_another_shard_group_of_a_hybrid_mesh_hear_of_it_too(late: bool) -> None:
@@ -308,25 +289,6 @@ def test_ranks_of_another_shard_group_of_a_hybrid_mesh_hear_of_it_too(late: bool
         assert guilty or "rank 3 raised ValueError: bad batch" in str(caught.value)
         dist.barrier()
         assert equal(step(model), wanted)
-
-
-def test_one_of_eight_ranks_as_threads_is_named_and_all_go_on() -> None:
-    def body(rank: ThreadRank) -> str:
-        model = sharded()
-        wanted = step(model)
-        with debug_mode(timeout=AGES):
-            assert equal(step(model), wanted)
-            if rank.rank == 5:
-                model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
-            with pytest.raises(CollectiveMismatchError) as caught:
-                step(model)
-            model.reset_iter_state()
-            model.blocks[0].set_modules_to_forward_prefetch([])
-            assert equal(step(model), wanted)
-        return str(caught.value)
-
-    (report,) = set(run_program_on_threads(body, 8))
-    assert "ranks 0-4, 6-7 gather blocks.1, rank 5 gathers blocks.2." in report
 
 
 # -- ranks that do not ----------------------------------------------------------------------------

@@ -291,24 +291,6 @@ def test_the_second_step_has_the_events_of_the_first() -> None:
 
 
 @distributed(2)
-def test_a_backward_prefetches_two_deep() -> None:
-    net = make_net(ours, prefetch_policy=DepthPrefetch(forward=2, backward=2))
-    step(net)
-    backward = events_of(loss_of(net).backward)
-    assert [line for line in backward if line.startswith(("prefetch", "pre_backward"))] == by_name(
-        """
-        root: pre_backward
-        2: prefetch
-        1: prefetch
-        2: pre_backward
-        0: prefetch
-        1: pre_backward
-        0: pre_backward
-        """
-    )
-
-
-@distributed(2)
 def test_groups_return_when_the_last_output_that_needs_them_is_dropped() -> None:
     outputs = [make_net(ours, reshard_after_forward=False, blocks=2)(batch())]
     assert sorted(events_of(outputs.clear)) == ["reshard 0", "reshard 1", "reshard root"]

@@ -14,7 +14,6 @@ from fullshard.sharding import FSDPModule, unsharded
 from support.events.models import batch, make_net
 from support.events.recorder import (
     Recorder,
-    Shard,
     against_torch,
     assert_close_to,
     averaged_gradients,
@@ -22,7 +21,6 @@ from support.events.recorder import (
     group_of,
     ours,
     record,
-    shard_with_torch,
 )
 from support.ranks import distributed
 
@@ -186,6 +184,7 @@ def test_a_change_of_another_model_changes_nothing_here(change: str) -> None:
     assert len(recorder.gathers) == 4
     loss = net(batch(seed=2)).square().sum()
     CHANGES[change](other, plain)
+    assert group_of(net.blocks[0]).leases.out, "the graph keeps what it holds"
     (loss + net(batch(seed=3)).square().sum()).backward()
     assert len(recorder.reductions) == 4
     (whole(batch(seed=2)).square().sum() + whole(batch(seed=3)).square().sum()).backward()
@@ -276,39 +275,3 @@ def test_what_an_optimizer_changes_through_tensors_of_its_own_is_fresh(how: str)
             for param, copy in zip(sharded.values(), copies, strict=True):
                 param.copy_(copy)
     assert_fresh(net, sharded)
-
-
-@distributed(2)
-def test_a_step_between_forward_and_backward_does_not_pull_the_graph_away() -> None:
-    net = make_net(ours, reshard_after_forward=False)
-    plain = make_net(None)
-    other = nn.Linear(2, 2)
-    optim = torch.optim.SGD(other.parameters(), lr=0.1)
-    other.weight.grad = torch.ones(2, 2)
-    recorder = record(net)
-    loss = net(batch()).sum()
-    optim.step()
-    assert group_of(net.blocks[0]).leases.out
-    loss.backward()
-    plain(batch()).sum().backward()
-    assert len(recorder.gathers) == 4
-    for mine, wanted in zip(net.parameters(), plain.parameters(), strict=True):
-        dist.all_reduce(wanted.grad)
-        torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad / dist.get_world_size())
-
-
-@distributed(2)
-def test_a_training_loop_that_evaluates_equals_torchs_that_reshards() -> None:
-    def losses(shard: Shard) -> list[float]:
-        net, found = make_net(shard, reshard_after_forward=shard is not ours), []
-        optim = torch.optim.AdamW(list(net.parameters()), lr=0.05)
-        for seed in range(4):
-            optim.zero_grad()
-            loss = net(batch(seed=seed)).square().mean()
-            loss.backward()
-            optim.step()
-            with torch.no_grad():
-                found.append(net(batch(seed=99)).square().mean().item())
-        return found
-
-    assert losses(ours) == pytest.approx(losses(shard_with_torch), rel=1e-5)

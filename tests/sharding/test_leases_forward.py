@@ -89,15 +89,6 @@ def test_a_graph_holds_its_groups_if_they_are_not_resharded_after_forward() -> N
 
 
 @distributed(2)
-def test_an_output_that_is_dropped_without_backward_returns_the_graphs_lease() -> None:
-    net = make_net(ours, reshard_after_forward=False)
-    output = net(batch())
-    assert unsharded(net) == ["root", "0", "1", "2"]
-    del output
-    assert_all_returned(net)
-
-
-@distributed(2)
 def test_of_two_graphs_each_holds_the_groups_for_itself() -> None:
     net = make_net(ours, reshard_after_forward=False)
     first, second = net(batch(seed=1)), net(batch(seed=2))

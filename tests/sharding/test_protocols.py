@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.policies import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.sharding import (
     FixedReshard,
     FullPrecision,
@@ -22,7 +22,7 @@ from fullshard.sharding import (
 )
 from support.ranks import distributed
 from support.surface.model import batch, build, sharded, train
-from support.surface.ranks import assert_equal_state, full_parameters
+from support.surface.ranks import full_parameters
 
 MEMBERS = {
     PrecisionPolicy: {
@@ -213,30 +213,6 @@ def test_an_offload_policy_is_not_asked_for_gradients_that_are_only_accumulated(
     net.set_requires_gradient_sync(True)
     net(batch()).sum().backward()
     assert len(offload.staged_out) == len(list(net.parameters()))
-
-
-@pytest.mark.parametrize("pin", [True, False])
-@distributed(2)
-def test_offload_to_the_cpu_of_a_model_on_the_cpu_changes_no_value(pin: bool) -> None:
-    plain = sharded(build())
-    offloaded = sharded(build(), offload_policy=CPUOffloadPolicy(pin_memory=pin))
-    losses = [
-        train(net, torch.optim.AdamW(net.parameters(), lr=0.1), range(3))
-        for net in (plain, offloaded)
-    ]
-    assert losses[0] == losses[1]
-    assert_equal_state(full_parameters(plain), full_parameters(offloaded))
-
-
-@distributed(2)
-def test_offload_and_mixed_precision_work_together() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    plain = sharded(build(), mp_policy=policy)
-    staged = sharded(build(), mp_policy=policy, offload_policy=CountingOffload())
-    losses = [
-        train(net, torch.optim.AdamW(net.parameters(), lr=0.1), range(3)) for net in (plain, staged)
-    ]
-    assert losses[0] == losses[1]
 
 
 def test_a_precision_that_casts_nothing_says_so_unless_a_subclass_answers_for_itself() -> None:

@@ -304,13 +304,6 @@ def test_after_a_reduction_that_raised_the_next_steps_are_right(
 
 
 @distributed(2)
-def test_a_root_that_calls_itself_was_not_interrupted() -> None:
-    net, plain = _recursive()
-    for again in (2, 0, 3):
-        _assert_step_of_both(net, plain, again)
-
-
-@distributed(2)
 def test_a_forward_that_ended_is_not_kept() -> None:
     net, _ = _recursive()
     output = net(_batch(0, dist.get_rank()))

@@ -1,7 +1,6 @@
-"""``fully_shard`` through shared memory, beside the process group's own transport and no sharding.
+"""``fully_shard`` through shared memory: sums in rank order, what travels, and ranks that end.
 
-Between two ranks both transports add the same two numbers, so nothing may differ; among four the
-order of additions is ours, the ranks', which is also that of the definition.
+That training is right through it, which is the default on one host, is in ``tests/parity``.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,12 +25,7 @@ from fullshard.comm import (
     observe,
 )
 from fullshard.comm.same_host.shared_group import shared_group
-from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import FSDPModule, fully_shard
-from support.parity.compare import EXACT, parameters_of, rounding
-from support.parity.engines import OURS, shard
-from support.parity.models import CASES
-from support.parity.reference import compare, my_rows, train
 from support.products import few
 from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
 from support.wide.model import gradients_by_ranks, loss_of, make_batch, make_stack
@@ -50,64 +43,6 @@ def through(transport: Any, model: Any) -> Any:
 TRANSPORTS = (SharedMemoryTransport(), ProcessGroupTransport())
 
 
-def _hybrid() -> dict[str, Any]:
-    return {"mesh": cpu_mesh((2, 2), ("replicate", "shard"))}
-
-
-def _mixed(
-    param: torch.dtype | None, reduce: torch.dtype | None = None
-) -> Callable[[], dict[str, Any]]:
-    return lambda: {"mp_policy": MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)}
-
-
-BF16 = torch.bfloat16
-PROGRAMS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-    **{name: (name, dict) for name in sorted(CASES.keys() - {"many-dtypes"})},
-    "many-dtypes": ("many-dtypes", lambda: {"dtype": None}),  # those it has
-    "bf16-fp32": ("transformer", _mixed(BF16, torch.float32)),
-    "bf16": ("transformer", _mixed(BF16)),
-    "fp16": ("transformer", _mixed(None, torch.float16)),
-    "kept": ("transformer", lambda: {"reshard_after_forward": False}),
-    "hybrid": ("transformer", _hybrid),
-    "post-forward mesh": ("transformer", lambda: {"reshard_after_forward": 2}),
-}
-FOUR = ("transformer", "uneven", "many-dtypes", "kept", "hybrid", "post-forward mesh")
-
-
-@pytest.mark.parametrize(
-    ("program", "ranks"),
-    few(
-        [(name, 2) for name in PROGRAMS if name not in FOUR[-2:]] + [(name, 4) for name in FOUR],
-        *(
-            (name, 2)
-            for name in ("uneven", "tied-across-groups", "lora", "many-dtypes", "bf16-fp32", "kept")
-        ),
-        *((name, 4) for name in ("uneven", "hybrid", "post-forward mesh")),
-        together=True,
-    ),
-)
-def test_no_bit_differs_from_the_process_groups_transport_but_by_the_order_of_more_additions(
-    program: str, ranks: int
-) -> None:
-    run_on_ranks(_both, ranks, program)
-
-
-def _both(program: str) -> None:
-    name, options = PROGRAMS[program]
-    shared, gloo = (
-        train(
-            through(transport, shard(CASES[name], OURS, **options())),
-            CASES[name],
-            my_rows(),
-            steps=3,
-        )
-        for transport in TRANSPORTS
-    )
-    world_size = dist.get_world_size()
-    slack = EXACT if world_size == 2 else rounding(world_size)
-    compare(shared, gloo, slack, average=False, grow=world_size > 2)
-
-
 @distributed(2, 4)
 def test_gradients_are_added_in_rank_order_to_the_bit(world_size: int) -> None:
     model = make_stack()
@@ -120,33 +55,6 @@ def test_gradients_are_added_in_rank_order_to_the_bit(world_size: int) -> None:
     for param, total in zip(model.parameters(), wanted, strict=True):
         assert isinstance(param.grad, torch.distributed.tensor.DTensor)
         assert torch.equal(param.grad.full_tensor(), total)
-
-
-@distributed(2)
-def test_every_group_of_a_model_may_be_in_flight_at_once() -> None:
-    """All are unsharded asynchronously, then used; gathers and reductions lie side by side."""
-    histories = []
-    for transport in TRANSPORTS:
-        model = make_stack(blocks=12)
-        for block in model.blocks:
-            fully_shard(block, mesh=cpu_mesh())
-        through(transport, fully_shard(model, mesh=cpu_mesh()))
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard(async_op=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(4):
-            model.set_requires_gradient_sync(step != 2)  # type: ignore[operator]  # it is sharded
-            loss_of(model, make_batch(2, step).chunk(2)[dist.get_rank()]).backward()
-            if step != 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        histories.append(parameters_of(model))
-    for name, value in histories[0].items():
-        other = histories[1][name]
-        assert value is not None
-        assert other is not None
-        assert torch.equal(value, other)
 
 
 @distributed(2)

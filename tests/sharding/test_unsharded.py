@@ -86,24 +86,6 @@ def test_changes_reach_the_shards_if_they_are_written_back_and_are_lost_if_not(
 @pytest.mark.cross
 @WAYS
 @RANKS
-@distributed(4)
-def test_a_hybrid_mesh_gets_the_change_on_every_replica(cpu: bool, rank0: bool) -> None:
-    net, whole = make_net(fully_shard, mesh=cpu_mesh((2, 2))), make_net(None)
-    with unsharded(net, writeback=True, rank0_only=rank0, offload_to_cpu=cpu):
-        if not rank0 or dist.get_rank() == 0:
-            change(net)
-    change(whole)
-    for name, param in net.named_parameters():
-        assert isinstance(param, DTensor)
-        assert torch.equal(param.full_tensor(), whole.get_parameter(name)), name
-        everyone = [torch.empty(0)] * 4
-        dist.all_gather_object(everyone, param.to_local())
-        assert torch.equal(everyone[0], everyone[2]) and torch.equal(everyone[1], everyone[3])
-
-
-@pytest.mark.cross
-@WAYS
-@RANKS
 @pytest.mark.parametrize("name", ["empty", "tied-across-groups", "many-dtypes"])
 @distributed(2)
 def test_uneven_empty_tied_and_integer_parameters_are_written_back_too(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from support.events.models import DIM, make_inputs, make_net
 from support.gather_hooks import BFloat16Travel
 from support.modules import Assembled
 from support.parity.compare import assert_equal, rounding
-from support.ranks import cpu_mesh, distributed
+from support.ranks import cpu_mesh, distributed, run_on_ranks
 from support.surface.errors import says
 from support.tp_model import batch, build, parallelize, shard
 
@@ -70,49 +71,43 @@ def _scaled() -> Any:
     return Assembled(lambda m, x: m.gain * (x @ m.weight.t()), gain=gain, weight=weight)
 
 
-@WAYS
-@RANKS
-@distributed(2)
-def test_parameters_without_a_dim_are_written_back(cpu: bool, rank0: bool) -> None:
-    model, whole = fully_shard(_scaled(), mesh=cpu_mesh()), _scaled()
-    with unsharded(model, writeback=True, rank0_only=rank0, offload_to_cpu=cpu):
-        if not rank0 or dist.get_rank() == 0:
-            assert model.gain.shape == () and model.gain == 1.5
-            add_one(model)
-    add_one(whole)
-    assert_whole(model, whole)
+def _hybrid(model: nn.Module) -> Any:
+    return fully_shard(model, mesh=cpu_mesh((2, 2), ("replicate", "shard")))
+
+
+def _offloaded(model: nn.Module) -> Any:
+    return fully_shard(model, mesh=cpu_mesh(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+KINDS: dict[str, tuple[int, Callable[[], Any], Callable[[Any], Any]]] = {
+    "a 0-d parameter": (2, _scaled, lambda model: fully_shard(model, mesh=cpu_mesh())),
+    "replicated": (2, lambda: make_net(None), lambda model: replicate(model, mesh=cpu_mesh())),
+    "offloaded": (2, lambda: make_net(None), _offloaded),
+    "hybrid": (4, lambda: make_net(None), _hybrid),
+}
 
 
 @WAYS
 @RANKS
-@distributed(2)
-def test_replicated_modules_are_written_back(cpu: bool, rank0: bool) -> None:
-    model, whole = replicate(make_net(None), mesh=cpu_mesh()), make_net(None)
-    with unsharded(model, writeback=True, rank0_only=rank0, offload_to_cpu=cpu):
-        if not rank0 or dist.get_rank() == 0:
-            add_one(model)
-    add_one(whole)
-    assert_whole(model, whole)
-    for param in model.parameters():
-        assert isinstance(param, DTensor)
-        everyone = [torch.empty(0)] * 2
-        dist.all_gather_object(everyone, param.to_local())
-        assert torch.equal(everyone[0], everyone[1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_of_each_kind_are_written_back_on_every_rank(
+    kind: str, cpu: bool, rank0: bool
+) -> None:
+    ranks, make, shard_it = KINDS[kind]
 
+    def body() -> None:
+        model, whole = shard_it(make()), make()
+        with unsharded(model, writeback=True, rank0_only=rank0, offload_to_cpu=cpu):
+            if not rank0 or dist.get_rank() == 0:
+                for name, param in model.named_parameters():
+                    assert torch.equal(param, whole.get_parameter(name)), name
+                add_one(model)
+        add_one(whole)
+        assert_whole(model, whole)
+        inputs = make_inputs(dist.get_rank())
+        assert torch.equal(model(inputs), whole(inputs))
 
-@WAYS
-@RANKS
-@distributed(2)
-def test_offloaded_parameters_are_written_back(cpu: bool, rank0: bool) -> None:
-    policy = CPUOffloadPolicy(pin_memory=False)
-    model, whole = make_net(fully_shard, mesh=cpu_mesh(), offload_policy=policy), make_net(None)
-    with unsharded(model, writeback=True, rank0_only=rank0, offload_to_cpu=cpu):
-        if not rank0 or dist.get_rank() == 0:
-            add_one(model)
-    add_one(whole)
-    assert_whole(model, whole)
-    inputs = make_inputs(dist.get_rank())
-    assert torch.equal(model(inputs), whole(inputs))
+    run_on_ranks(body, ranks)
 
 
 @distributed(2)

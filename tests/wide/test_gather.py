@@ -9,7 +9,6 @@ from fullshard.comm import (
     CommStreams,
     GatherConfig,
     RankMajorLayout,
-    all_gather_tensors,
     default_all_gather,
     foreach_all_gather,
     foreach_all_gather_copy_out,
@@ -69,28 +68,6 @@ def test_128_ranks_gather_uneven_tensors_bit_for_bit(
     run_on_threads(body, WORLD)
 
 
-def test_several_gathers_in_flight_do_not_mix() -> None:
-    specs = specs_of((torch.float32,))
-    layout = RankMajorLayout(specs, WORLD)
-    fulls = [full_tensors(specs, number) for number in range(3)]
-
-    def body(rank: ThreadRank) -> None:
-        config = _config(rank.group, CommStreams(CPU))
-        flights = []
-        for full in fulls:
-            pairs = zip(full, specs, strict=True)
-            shards = [shard_of(each, spec.dim, rank.rank, WORLD) for each, spec in pairs]
-            flights.append(foreach_all_gather(shards, layout, config, async_op=True))
-        flights[1].discard()
-        for number in (2, 0):  # not in the order in which they were issued
-            outputs = [torch.empty_like(each) for each in fulls[number]]
-            foreach_all_gather_copy_out(flights[number], outputs)
-            for output, each in zip(outputs, fulls[number], strict=True):
-                assert torch.equal(output, each)
-
-    run_on_threads(body, WORLD)
-
-
 @pytest.mark.parametrize("size", [8, 1])
 def test_a_smaller_world_gathers_among_its_own_ranks_only(size: int) -> None:
     specs = specs_of((torch.float32, torch.bfloat16))
@@ -106,27 +83,6 @@ def test_a_smaller_world_gathers_among_its_own_ranks_only(size: int) -> None:
         config = _config(group, CommStreams(CPU))
         foreach_all_gather_copy_out(foreach_all_gather(shards, layout, config), outputs)
         for output, each in zip(outputs, full, strict=True):
-            assert torch.equal(output, each)
-
-    run_on_threads(body, WORLD)
-
-
-def test_tensors_resharded_to_a_smaller_world_come_back_from_it() -> None:
-    """128 ranks gather, each block of 8 keeps the full tensors in 8 parts, and gathers those."""
-    size = 8
-    specs = specs_of((torch.float32,))
-    full = full_tensors(specs)
-
-    def body(rank: ThreadRank) -> None:
-        pairs = list(zip(full, specs, strict=True))
-        shards = [shard_of(each, spec.dim, rank.rank, WORLD) for each, spec in pairs]
-        gathered = all_gather_tensors(shards, specs, rank.group)
-        group = rank.subgroup(size)
-        smaller = [
-            shard_of(each, spec.dim, group.rank(), size)
-            for each, spec in zip(gathered, specs, strict=True)
-        ]
-        for output, each in zip(all_gather_tensors(smaller, specs, group), full, strict=True):
             assert torch.equal(output, each)
 
     run_on_threads(body, WORLD)

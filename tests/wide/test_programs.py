@@ -12,12 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, EventLog, observe
-from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import FSDPModule, RankMismatchError, fully_shard
 from support.collectives import ToldAllGather
-from support.modules import Branches
 from support.products import few
-from support.threads.ranks import ThreadRank, ThreadsFailed, run_on_threads
+from support.threads.ranks import ThreadRank, run_on_threads
 from support.threads.world import run_program_on_threads
 from support.wide.model import (
     LEARNING_RATE,
@@ -193,67 +191,6 @@ def test_every_rank_issues_the_same_collectives_in_the_same_order() -> None:
     assert all(order == orders[0] for order in orders)
 
 
-def test_ranks_may_use_different_parameters_of_a_group() -> None:
-    world_size = 32
-    model = Branches(5, 3)
-    inputs = [make_batch(world_size, rank)[:4, :5] for rank in range(world_size)]
-    expected = copy.deepcopy(model)
-    for rank, part in enumerate(inputs):  # only rank 7 goes left
-        (expected(part, rank == 7).square().mean() / world_size).backward()
-
-    def body(rank: ThreadRank) -> list[torch.Tensor | None]:
-        own = fully_shard(copy.deepcopy(model))
-        own(inputs[rank.rank], rank.rank == 7).square().mean().backward()
-        grads = [param.grad for param in own.parameters()]
-        return [None if grad is None else _locals([grad])[0] for grad in grads]
-
-    results = run_program_on_threads(body, world_size)
-    for index, param in enumerate(expected.parameters()):
-        shards = [grads[index] for grads in results]
-        if param.grad is None:
-            assert shards == [None] * world_size
-            continue
-        present = [shard for shard in shards if shard is not None]
-        assert len(present) == world_size
-        torch.testing.assert_close(torch.cat(present), param.grad, rtol=1e-5, atol=1e-7)
-
-
-def test_mixed_precision_gathers_bf16_and_reduces_fp32() -> None:
-    """The bf16 gradients of all ranks, added in fp32 in rank order, bit for bit."""
-    world_size = 8
-    model = make_stack()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    parts = make_batch(world_size, 0).chunk(world_size)
-    log = EventLog()
-
-    def body(rank: ThreadRank) -> list[torch.Tensor]:
-        own = copy.deepcopy(model)
-        for block in own.blocks:
-            fully_shard(block, mp_policy=policy)
-        fully_shard(own, mp_policy=policy)
-        own(parts[rank.rank]).float().square().mean().backward()
-        return _locals([param.grad for param in own.parameters()])
-
-    def reference(rank: ThreadRank) -> list[torch.Tensor]:
-        totals: list[torch.Tensor] = []
-        for part in parts:
-            replica = copy.deepcopy(model).bfloat16()
-            replica(part.bfloat16()).float().square().mean().backward()
-            for index, param in enumerate(replica.parameters()):
-                assert param.grad is not None
-                if index == len(totals):
-                    totals.append(param.grad.float())
-                else:
-                    totals[index] += param.grad.float()
-        return [total / world_size for total in totals]
-
-    with observe(log):
-        found = _joined(run_program_on_threads(body, world_size))
-    for mine, expected in zip(found, run_on_threads(reference, 1)[0], strict=True):
-        assert mine.dtype is torch.float32
-        assert torch.equal(mine, expected)
-
-
 def test_a_model_that_differs_on_one_of_32_ranks_is_refused_on_every_rank() -> None:
     def body(rank: ThreadRank) -> None:
         model = nn.Sequential(nn.Linear(4, 6 if rank.rank == 17 else 5))
@@ -262,21 +199,3 @@ def test_a_model_that_differs_on_one_of_32_ranks_is_refused_on_every_rank() -> N
             model(torch.ones(1, 4))
 
     run_program_on_threads(body, 32)
-
-
-def test_a_rank_that_raises_in_forward_ends_the_step_of_all() -> None:
-    model = make_stack()
-
-    def body(rank: ThreadRank) -> None:
-        own = _sharded(model)
-        if rank.rank == 2:
-            own.blocks[1].register_forward_pre_hook(_raise)
-        loss_of(own, make_batch(8, 0).chunk(8)[rank.rank]).backward()
-
-    with pytest.raises(ThreadsFailed, match="broken input") as failure:
-        run_program_on_threads(body, 8)
-    assert list(failure.value.errors) == [2]
-
-
-def _raise(module: nn.Module, args: object) -> None:
-    raise ValueError("broken input")

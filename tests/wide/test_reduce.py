@@ -7,7 +7,6 @@ the rounding errors of N additions.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -156,32 +155,3 @@ def test_a_gradient_that_one_of_128_ranks_has_is_known_to_all(dtype: torch.dtype
         return reduced
 
     _check(run_on_threads(body, WORLD), specs, held, WORLD)
-
-
-def _reduce_equal_values(value: float, scaling: ReduceScaling) -> float:
-    """What 128 ranks that all hold ``value`` in fp16 get."""
-    layout = RankMajorLayout([TensorSpec(shape=(WORLD,), dtype=torch.float16)], WORLD)
-
-    def body(rank: ThreadRank) -> float:
-        gradient = torch.full((WORLD,), value, dtype=torch.float16)
-        return _reduce([gradient], layout, rank.group, scaling).shards[0].item()
-
-    results = set(run_on_threads(body, WORLD))
-    assert len(results) == 1
-    return results.pop()
-
-
-def test_fp16_overflows_at_128_ranks_unless_the_division_is_split() -> None:
-    split = reduction_scaling(WORLD, torch.float16, averages=False)
-    after = dataclasses.replace(split, pre=1.0, post=1 / WORLD)
-    large = 1024.0  # times 128 is beyond 65504, the largest number of fp16
-    assert _reduce_equal_values(large, after) == float("inf")
-    assert _reduce_equal_values(large, split) == large
-
-
-def test_fp16_gradients_vanish_at_128_ranks_unless_the_division_is_split() -> None:
-    split = reduction_scaling(WORLD, torch.float16, averages=False)
-    before = dataclasses.replace(split, pre=1 / WORLD, post=1.0)
-    small = 2.0**-20  # divided by 128 it is below half of 2**-24, the smallest number of fp16
-    assert _reduce_equal_values(small, before) == 0.0
-    assert _reduce_equal_values(small, split) == small

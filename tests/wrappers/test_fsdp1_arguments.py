@@ -33,10 +33,7 @@ from support.fsdp1_fronts import (
     TORCH,
     equal,
     full_state,
-    gradients,
     hybrid_mesh,
-    mean_gradients,
-    rows,
     steps_of,
     train,
 )
@@ -326,18 +323,3 @@ def test_a_process_without_a_process_group_is_told_what_to_call() -> None:
 def test_a_wrong_field_of_mixed_precision_is_named(field: str, value: Any, text: str) -> None:
     with pytest.raises(TypeError, match=f"{field}.*{text}"):
         MixedPrecision(**{field: value})
-
-
-@distributed(2, 4, matrix=[4])
-def test_a_model_with_parameters_of_one_element_trains() -> None:
-    def scalar() -> Any:
-        block, scale = Block(), nn.Parameter(torch.tensor(0.5))
-        return Assembled(lambda m, x: m.scale * m.block(x), block=block, scale=scale)
-
-    torch.manual_seed(0)
-    model = OURS.wrapped(scalar())
-    model(rows(0)).sum().backward()
-    torch.manual_seed(0)
-    net = scalar()
-    mean_gradients(net, loss=torch.sum)
-    equal(gradients(model), gradients(net))

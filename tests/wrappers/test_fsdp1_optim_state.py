@@ -21,7 +21,6 @@ from support.fsdp1_fronts import (
     Front,
     close,
     equal,
-    full_state,
     quiet,
     rows,
     train,
@@ -29,7 +28,7 @@ from support.fsdp1_fronts import (
 )
 from support.named_optimizer import NamedAdamW
 from support.products import few
-from support.ranks import distributed, run_on_ranks
+from support.ranks import distributed
 from support.surface.model import Net, build, sharded
 from support.surface.ranks import full, full_parameters
 
@@ -234,35 +233,6 @@ def test_it_may_be_loaded_directly() -> None:
     state = kind.optim_state_dict(model, optim)
     kind.optim_state_dict_to_load(other, fresh, state, load_directly=True)
     equal(_trained("blocks", other, fresh), _trained("blocks", model, optim))
-
-
-def _saved() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    model = OURS.wrapped()
-    optim = adamw(model.parameters())
-    train(model, STEPS, optimizer=lambda net: optim)
-    return dict(model.state_dict()), FullyShardedDataParallel.full_optim_state_dict(model, optim)
-
-
-def _loaded(weights: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-    """Takes over what ranks of another number left, and does what the unsharded model does."""
-    plain, model = build(7), OURS.wrapped(build(7), auto_wrap_policy=None)
-    theirs, ours = adamw(plain.parameters()), adamw(model.parameters())
-    plain.load_state_dict(weights)
-    model.load_state_dict(weights)
-    kind = FullyShardedDataParallel
-    theirs.load_state_dict(kind.shard_full_optim_state_dict(state, plain, optim=theirs))
-    given = state if dist.get_rank() == 0 else None
-    ours.load_state_dict(kind.scatter_full_optim_state_dict(given, model, optim=ours))
-    expected = _trained("unwrapped", plain, theirs)
-    equal((train(model, STEPS, optimizer=lambda net: ours), full_state(OURS, model)), expected)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), few([(2, 4), (4, 2)], (4, 2), together=True), ids=["doubled", "halved"]
-)
-def test_it_goes_to_another_number_of_ranks(before: int, after: int) -> None:
-    weights, state = run_on_ranks(_saved, before)[0]
-    run_on_ranks(_loaded, after, weights, state)
 
 
 @pytest.mark.parametrize(
