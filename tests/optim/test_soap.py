@@ -1,9 +1,8 @@
-"""SOAP: the paper's algorithm, what its options mean on shards, and where its state is kept."""
+"""SOAP: the algorithm of its paper, and where its state is kept."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,27 +13,11 @@ from fullshard.optim import SOAP
 from fullshard.optim.eigenbasis import falling_order, first_basis, next_basis
 from support.optim.given import Result, assert_same
 from support.optim.matrices import SOAP_OPTIONS, SOAP_STEPS
-from support.optim.shapes import FUSED, MATRICES, Shapes, gradients, groups_of
+from support.optim.shapes import MATRICES, Shapes, gradients, groups_of
 from support.optim.ways import WAYS, Way, full_state, full_values, give
 from support.ranks import distributed
 from support.threads.ranks import ThreadRank, run_on_threads
 from support.threads.world import run_program_on_threads
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_precond_dim": 7},
-        {"precondition_frequency": 3},
-        {"shampoo_beta": 0.5},
-        {"betas": (0.5, 0.7), "eps": 1e-2},
-    ],
-    ids=str,
-)
-def test_every_option_means_the_same_on_shards(options: dict[str, Any]) -> None:
-    values, _ = SOAP_STEPS.assert_the_same(WAYS["three"], **options)
-    assert not torch.equal(values["tall"], SOAP_STEPS.whole()[0]["tall"])
-
 
 # -- the algorithm --------------------------------------------------------------------------------
 
@@ -140,56 +123,6 @@ def test_a_gradient_that_is_no_number_makes_the_matrix_none_and_raises_on_no_own
         return bool(values["square"].isnan().all() and values["tall"].isfinite().all())
 
     assert run_program_on_threads(body, 2) == [True, True]
-
-
-def test_experts_and_fused_projections_are_each_what_the_matrix_alone_would_be() -> None:
-    whole = SOAP_STEPS.whole()[0]
-    pieces: dict[str, list[Any]] = {
-        "experts": list(range(5)),
-        "fused": [slice(0, 6), slice(6, 12), slice(12, 18)],
-    }
-    for name, indices in pieces.items():
-        for index in indices:
-            alone = nn.Parameter(Shapes().get_parameter(name).detach()[index].clone())
-            optimizer = SOAP([alone], **SOAP_OPTIONS)
-            for step in range(SOAP_STEPS.count):
-                alone.grad = gradients(step)[name][index].clone()
-                optimizer.step()
-            assert torch.equal(whole[name][index], alone), (name, index)
-
-
-def test_sizes_that_differ_split_a_fused_projection_along_its_columns() -> None:
-    (shape,) = FUSED.values()
-    weight = nn.Parameter(Shapes().get_parameter("fused").detach().mT.contiguous())
-    fused = SOAP([weight], **SOAP_OPTIONS, split=(10, 4, 4), split_dim=1, max_precond_dim=8)
-    parts = [slice(0, 10), slice(10, 14), slice(14, 18)]
-    alone = [nn.Parameter(weight.detach()[:, part].clone()) for part in parts]
-    others = SOAP(alone, **SOAP_OPTIONS, max_precond_dim=8)
-    for step in range(SOAP_STEPS.count):
-        weight.grad = gradients(step)["fused"].mT.contiguous()
-        for part, each in zip(parts, alone, strict=True):
-            each.grad = weight.grad[:, part].clone()
-        fused.step()
-        others.step()
-    assert weight.shape == shape[::-1]
-    assert torch.equal(weight, torch.cat([each.detach() for each in alone], dim=1))
-    assert fused.state_dict()["state"][0]["column_basis"].shape == (4 * 4 + 4 * 4,)
-
-
-def test_what_is_no_matrix_is_stepped_as_by_adamw() -> None:
-    values, state = SOAP_STEPS.whole()
-    model = Shapes()
-    names = ["bias", "embedding", "one", "kernel"]
-    params = [model.get_parameter(name) for name in names]
-    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.95, 0.95)}
-    optimizer = torch.optim.AdamW(params, **options, foreach=False)
-    for step in range(SOAP_STEPS.count):
-        give(model, gradients(step), None)
-        optimizer.step()
-    for name in names:
-        param = model.get_parameter(name)
-        assert torch.equal(values[name], param), name
-        assert_same(state[name], optimizer.state[param])
 
 
 # -- where it is kept, and what travels -----------------------------------------------------------
