@@ -12,48 +12,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.policies import MixedPrecisionPolicy
 from fullshard.preflight import Verdict, verify
 from fullshard.preflight.verification import room
 from fullshard.preflight.verification.layers.chosen import layer_names
 from fullshard.sharding import fully_shard
 from support.modules import Assembled
-from support.parity.models import CASES, Case
-from support.parity.models import build as build_case
-from support.parity.reference import my_rows, rows_of
-from support.products import few
 from support.ranks import distributed
 from support.verification.fault import batch, build, loss, shard
 
-NO_LAYERS = ("batch-norm", "many-dtypes")  # the one differs, the other has parameters alone
 WIDTH = 37
 
 
 def verdict_of(**changes: Any) -> Verdict:
     program = {"build_model": build, "shard": shard, "batch": batch, "loss": loss}
     return verify(**{**program, "steps": 2, "layers": True, **changes})
-
-
-@pytest.mark.parametrize(
-    "name", few([name for name in CASES if name not in NO_LAYERS], "uneven", "partly-used", "lora")
-)
-@distributed(2)
-def test_the_models_of_the_parity_tests_raise_no_alarm_by_layer(name: str) -> None:
-    case: Case = CASES[name]
-
-    def shard_case(model: nn.Module) -> None:
-        for unit in case.units_of(model):
-            fully_shard(unit)
-        fully_shard(model)
-
-    verdict = verify(
-        lambda: build_case(case, None),
-        shard_case,
-        lambda step: rows_of(case.batch(step, torch.float32), my_rows()),
-        lambda model, rows: case.loss(model(rows[0]), rows[1]),
-        layers=True,
-    )
-    assert verdict.equal, str(verdict)
 
 
 class Block(nn.Module):
@@ -151,21 +123,6 @@ def test_without_room_for_the_whole_model_it_goes_layer_by_layer_and_says_so() -
         pytest.raises((MemoryError, RuntimeError), match="the unsharded model takes"),
     ):
         verdict_of(layers=False)
-
-
-@distributed(2)
-def test_torchs_own_and_lower_dtypes_are_compared_by_layer_alike() -> None:
-    from torch.distributed.fsdp import fully_shard as torch_fully_shard
-
-    def shard_by_torch(model: Any) -> None:
-        for module in (model.up, model.down, model):
-            torch_fully_shard(module)
-
-    assert verdict_of(shard=shard_by_torch).equal
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    verdict = verdict_of(shard=lambda model: shard(model, mp_policy=policy))
-    assert verdict.equal, str(verdict)
-    assert verdict.tolerance.dtype is torch.bfloat16
 
 
 def tied() -> Any:

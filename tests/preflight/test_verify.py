@@ -36,17 +36,15 @@ def verdict_of(**changes: Any) -> Verdict:
     return verify(**{**program, "steps": 2, **changes})
 
 
-@pytest.mark.parametrize(
-    "name",
-    few(
-        [name for name in CASES if name != "batch-norm"],
-        "uneven",
-        "partly-used",
-        "lora",
-    ),
-)
+NO_LAYERS = ("batch-norm", "many-dtypes")  # the one differs, the other has parameters alone
+PLAIN = [(name, None) for name in CASES if name != "batch-norm"]
+BY_LAYER = [(name, True) for name in CASES if name not in NO_LAYERS]
+FIRST = [(name, layers) for name in ("uneven", "partly-used", "lora") for layers in (None, True)]
+
+
+@pytest.mark.parametrize(("name", "layers"), few([*PLAIN, *BY_LAYER], *FIRST, together=True))
 @distributed(2)
-def test_the_models_of_the_parity_tests_raise_no_alarm(name: str) -> None:
+def test_the_models_of_the_parity_tests_raise_no_alarm(name: str, layers: bool | None) -> None:
     case: Case = CASES[name]
 
     def shard_case(model: nn.Module) -> None:
@@ -54,14 +52,12 @@ def test_the_models_of_the_parity_tests_raise_no_alarm(name: str) -> None:
             fully_shard(unit)
         fully_shard(model)
 
-    def loss_of(model: nn.Module, rows: Any) -> torch.Tensor:
-        return case.loss(model(rows[0]), rows[1])
-
     verdict = verify(
         lambda: build_case(case, None),
         shard_case,
         lambda step: rows_of(case.batch(step, torch.float32), my_rows()),
-        loss_of,
+        lambda model, rows: case.loss(model(rows[0]), rows[1]),
+        layers=layers,
     )
     assert verdict.equal, str(verdict)
     assert verdict.largest is not None
@@ -77,11 +73,14 @@ def test_four_ranks_agree_and_say_how_nearly() -> None:
     assert "rank 0 (cpu), on the batches of 4 ranks in turn" in said
 
 
+@pytest.mark.parametrize("layers", [None, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @distributed(2)
-def test_the_tolerance_follows_the_dtype_that_the_policy_computes_in(dtype: torch.dtype) -> None:
+def test_the_tolerance_follows_the_dtype_that_the_policy_computes_in(
+    dtype: torch.dtype, layers: bool | None
+) -> None:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    verdict = verdict_of(shard=lambda model: shard(model, mp_policy=policy))
+    verdict = verdict_of(shard=lambda model: shard(model, mp_policy=policy), layers=layers)
     assert verdict.equal, str(verdict)
     assert verdict.tolerance.dtype is dtype
 
@@ -94,6 +93,7 @@ def test_torchs_own_is_verified_alike() -> None:
         for module in (model.up, model.down, model):
             torch_fully_shard(module)
 
+    assert verdict_of(shard=shard_by_torch, layers=True).equal
     assert verdict_of(shard=shard_by_torch).equal
     verdict = verdict_of(shard=shard_by_torch, **DROPOUT.program)
     assert [cause.name for cause in verdict.causes] == list(DROPOUT.causes)
