@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
 from fullshard.sharding import fully_shard
 from support.card import CARD, card
 from support.device.pace import pace_of, paced
+from support.modules import MLPBlock
 from support.ranks import cpu_mesh, distributed
 
 pytestmark = pytest.mark.device
@@ -23,23 +23,10 @@ BLOCKS, STEPS = 4, 3
 BAR = 0.95  # of torch's peak
 
 
-class Block(nn.Module):
-    """A norm and two linear layers, added to the input."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return out
-
-
 def _train(fully_shard: Any, width: int, reset_before: int = 0) -> list[torch.Tensor]:
     """Train, and return the losses and this rank's parameters; count the peak from a step on."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block(width) for _ in range(BLOCKS)]).to(CARD)
+    model = nn.Sequential(*[MLPBlock(width) for _ in range(BLOCKS)]).to(CARD)
     for module in (*model, model):
         fully_shard(module, mesh=cpu_mesh())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

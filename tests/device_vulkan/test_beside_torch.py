@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,6 +26,7 @@ from fullshard.sharding import (
     fully_shard,
     unsharded,
 )
+from support.modules import MLPBlock
 from support.ranks import distributed
 from support.vulkan import is_installed, staged_group, streams_for_torch, vulkan
 from support.wide.page import NEW_DEVICE, run_page
@@ -38,22 +38,10 @@ BLOCKS, STEPS = 4, 2
 ranks = functools.partial(distributed, timeout=240)  # shaders are compiled in the first step
 
 
-class Block(nn.Module):
-    """A norm and two linear layers, added to the input."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 def _unsharded(width: int, blocks: int = BLOCKS) -> nn.Sequential:
     vulkan()
     torch.manual_seed(0)
-    return nn.Sequential(*[Block(width) for _ in range(blocks)])
+    return nn.Sequential(*[MLPBlock(width) for _ in range(blocks)])
 
 
 def _sharded(model: nn.Module, fully_shard: Any = fully_shard) -> Any:

@@ -72,6 +72,20 @@ class Residual(nn.Module):
         return x + (self.scale * down if self._is_scaled else down)
 
 
+class MLPBlock(nn.Module):
+    """A norm and two linear layers, added to the input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape: ``[..., width]``, in and out."""
+        out: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return out
+
+
 class Stack(nn.Module):
     """Blocks in a list, one after the other, between a stem and a head where there are such."""
 

@@ -12,6 +12,7 @@ from torch import nn
 from fullshard_bench import Shape
 from fullshard_bench.models.registry import make_workload
 from fullshard_bench.models.workload import fill
+from support.modules import MLPBlock
 
 Inputs = list[torch.Tensor]
 
@@ -71,18 +72,6 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
     angles = torch.arange(tokens, device=x.device, dtype=x.dtype)[:, None] * rates
     a, b = x.chunk(2, -1)
     return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
-
-
-class MLPBlock(nn.Module):
-    """A norm and two linear layers, added to the input."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 def _seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
