@@ -187,18 +187,6 @@ def test_several_forwards_before_their_backwards(way: str) -> None:
     pair.check(3)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@distributed(2)
-def test_a_checkpoint_around_the_whole_model_recomputes_the_root(reshard: bool) -> None:
-    pair = _pair("applied-to-all", reshard=reshard)
-    model = pair.model
-    for step in range(2):
-        pair.model = functools.partial(checkpoint, model, use_reentrant=False)  # type: ignore[assignment]  # it is called
-        pair.backward(step)
-        pair.model = model
-        pair.check()
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @distributed(2)
 def test_one_block_called_twice_under_a_checkpoint(reentrant: bool) -> None:

@@ -188,16 +188,6 @@ def test_an_optimizer_in_backward_equals_one_after_it(
 
 
 @distributed(2)
-def test_an_optimizer_in_backward_equals_torchs_own_bit_for_bit() -> None:
-    models = [shard(CASE, engine, dtype=DTYPE) for engine in (OURS, TORCH)]
-    for model in models:
-        _steps_in_backward(model)
-        for step in range(3):
-            _backward(model, step)
-    assert_equal(parameters_of(models[0]), parameters_of(models[1]), EXACT, "parameters")
-
-
-@distributed(2)
 def test_an_optimizer_in_backward_waits_for_the_reduction_under_accumulation(
     world_size: int,
 ) -> None:
