@@ -9,9 +9,10 @@ import torch
 
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.policies import DepthPrefetch, NoPrefetch
+from support.parity.compare import full
 from support.ranks import distributed
 from support.surface.model import batch, build, sharded
-from support.surface.ranks import assert_equal_state, full
+from support.surface.ranks import assert_equal_state
 
 ORDER = ("", "a", "b", "c")
 
@@ -101,37 +102,3 @@ def test_forward_and_backward_depths_are_independent() -> None:
     assert (forward, backward) == (BLOCKS, [])
     forward, backward, _ = _prefetched(DepthPrefetch(forward=0, backward=1))
     assert (forward, backward) == ([], BLOCKS[::-1])
-
-
-@distributed(2)
-def test_a_deeper_prefetch_is_issued_earlier() -> None:
-    def issued_by_the_first_block(depth: int) -> list[str]:
-        net = sharded(build(blocks=3), prefetch_policy=DepthPrefetch(forward=depth))
-        net(batch()).sum().backward()
-        log = EventLog()
-        with observe(log):
-            net(batch())
-        events = [(event.kind, event.name) for event in log.events]
-        end = events.index((EventKind.POST_FORWARD, "blocks.0"))
-        return [name for kind, name in events[:end] if kind is EventKind.PREFETCH]
-
-    assert issued_by_the_first_block(1) == ["blocks.0", "blocks.1"]
-    assert issued_by_the_first_block(2) == ["blocks.0", "blocks.1", "blocks.2"]
-
-
-class _AsksForNoSuchPosition:
-    """Answers a position that the order does not have."""
-
-    def in_forward(self, order: Any, position: int) -> tuple[int, ...]:
-        return ()
-
-    def in_backward(self, order: Any, position: int) -> tuple[int, ...]:
-        return (len(order),)
-
-
-@distributed(2)
-def test_a_policy_that_asks_for_a_position_that_does_not_exist_is_an_error_that_names_it() -> None:
-    net: Any = sharded(build(), prefetch_policy=_AsksForNoSuchPosition())
-    with pytest.raises(IndexError, match=r"prefetch policy .* asked for position 3; .*0 to 2"):
-        net(batch()).sum().backward()
-    net.reset_iter_state()

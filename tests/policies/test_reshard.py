@@ -13,11 +13,12 @@ from fullshard.sharding import FixedReshard
 from support.ranks import distributed
 from support.surface.model import batch, build, sharded
 
+KEPT = FixedReshard(forward=False, backward=False)
 SAME = [
     (ReshardExceptRoot(), FixedReshard(forward=None)),
     (ReshardAlways(), FixedReshard(forward=True)),
     (KeepUnsharded(), FixedReshard(forward=False)),
-    (KeepUnsharded(after_backward_too=True), FixedReshard(forward=False, backward=False)),
+    (KeepUnsharded(after_backward_too=True), KEPT),
 ]
 
 
@@ -52,26 +53,19 @@ def _steps(reshard: Any) -> list[list[tuple[EventKind, str]]]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "argument"),
-    [(ReshardExceptRoot(), None), (ReshardAlways(), True), (KeepUnsharded(), False)],
-    ids=lambda value: repr(value),
-)
-@distributed(2)
-def test_a_policy_does_what_the_argument_does(policy: Any, argument: bool | None) -> None:
-    assert _steps(policy) == _steps(argument)
-
-
-@pytest.mark.parametrize(
-    ("policy", "gathers"),
+    ("policy", "argument", "gathers"),
     [
-        (ReshardExceptRoot(), [5, 5, 5]),  # the root once, two blocks twice
-        (ReshardAlways(), [6, 6, 6]),
-        (KeepUnsharded(), [3, 3, 3]),
-        (KeepUnsharded(after_backward_too=True), [3, 0, 0]),
+        (ReshardExceptRoot(), None, [5, 5, 5]),  # the root once, two blocks twice
+        (ReshardAlways(), True, [6, 6, 6]),
+        (KeepUnsharded(), False, [3, 3, 3]),
+        (KeepUnsharded(after_backward_too=True), KEPT, [3, 0, 0]),
     ],
     ids=lambda value: repr(value),
 )
 @distributed(2)
-def test_the_number_of_gathers_of_each_policy(policy: Any, gathers: list[int]) -> None:
-    counts = [sum(kind is EventKind.UNSHARD for kind, _ in events) for events in _steps(policy)]
-    assert counts == gathers
+def test_a_policy_does_what_the_argument_does(
+    policy: Any, argument: Any, gathers: list[int]
+) -> None:
+    found = _steps(policy)
+    assert found == _steps(argument)
+    assert [sum(kind is EventKind.UNSHARD for kind, _ in each) for each in found] == gathers

@@ -136,10 +136,10 @@ def test_a_position_that_does_not_exist_is_an_error_that_names_who_asked() -> No
             return ()
 
         def in_backward(self, order: Sequence[str], position: int) -> Sequence[int]:
-            return (99,)
+            return (len(order),)
 
     net = make_net(ours, prefetch_policy=TooFar(), blocks=2)
-    with pytest.raises(IndexError, match=r"''.* position 99; .*0 to 2"):
+    with pytest.raises(IndexError, match=r"prefetch policy .*''.* position 3; .*0 to 2"):
         step(net)
     net.reset_iter_state()
 
