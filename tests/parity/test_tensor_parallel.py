@@ -13,16 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -34,9 +27,11 @@ from fullshard.sharding import (
     load_full_state_dict,
 )
 from fullshard.sharding.hooks.lookup import the_state
+from support.checkpoints import load, save, whole_values
 from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
 from support.products import few
 from support.ranks import cpu_mesh, distributed, run_on_ranks
+from support.surface.ranks import assert_equal_state
 from support.tp_model import Net, batch, build, parallelize, rows_of, shard, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
@@ -298,24 +293,10 @@ def _trained(shape: tuple[int, int], hidden: int) -> tuple[Net, torch.optim.Opti
     return model, optimizer
 
 
-def _values(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    values = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    moments: Any = get_optimizer_state_dict(model, optimizer)["state"]
-    for name, entry in moments.items():
-        for kind, value in entry.items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            values[f"{name}/{kind}"] = whole
-    return values
-
-
 def _save(folder: Path, shape: tuple[int, int], hidden: int) -> dict[str, torch.Tensor]:
     model, optimizer = _trained(shape, hidden)
-    state = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-    dcp.save(state, checkpoint_id=folder)
-    return _values(model, optimizer)
+    save(folder, model, optimizer)
+    return whole_values(model, optimizer)
 
 
 def _load(folder: Path, shape: tuple[int, int], hidden: int) -> dict[str, torch.Tensor]:
@@ -323,14 +304,8 @@ def _load(folder: Path, shape: tuple[int, int], hidden: int) -> dict[str, torch.
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
-    state: dict[str, Any] = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-    dcp.load(state, checkpoint_id=folder)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    return _values(model, optimizer)
+    load(folder, model, optimizer)
+    return whole_values(model, optimizer)
 
 
 @pytest.mark.parametrize("hidden", UNEVEN_FIRST)
@@ -351,9 +326,7 @@ def test_a_checkpoint_loads_on_another_mesh(
         warnings.simplefilter("ignore")
         before = run_on_ranks(_save, 4, tmp_path, saved, hidden)[0]
         after = run_on_ranks(_load, loaded[0] * loaded[1], tmp_path, loaded, hidden)[0]
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        assert torch.equal(after[name], value), name
+    assert_equal_state(after, before)
 
 
 # -- what is refused ------------------------------------------------------------------------------

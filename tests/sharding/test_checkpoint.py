@@ -16,17 +16,16 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
+from support.checkpoints import load, save, whole_values
 from support.products import few
 from support.ranks import distributed, run_on_ranks
-from support.surface.model import Net, batch, build, sharded, train
-from support.surface.ranks import assert_equal_state, full, full_parameters
+from support.surface.model import batch, build, sharded, train
+from support.surface.ranks import assert_equal_state, full_parameters
 
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -36,59 +35,26 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.05)
 
 
-def _save(folder: Path, model: Net, optimizer: torch.optim.Optimizer) -> None:
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-
-
-def _load(folder: Path, model: Net, optimizer: torch.optim.Optimizer) -> None:
-    weights, moments = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": weights, "optimizer": moments}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
-
-
-def _whole(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state with whole tensors, by parameter name."""
-    return {
-        name: {key: full(torch.as_tensor(value)) for key, value in entry.items()}
-        for name, entry in state["state"].items()
-    }
-
-
-def _start_and_save(folder: Path, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _start_and_save(folder: Path, steps: int) -> dict[str, torch.Tensor]:
     """Trains and saves; returns the whole parameters and moments."""
     net = sharded(build())
     optimizer = _adam(net)
     train(net, optimizer, range(steps))
-    _save(folder, net, optimizer)
-    return full_parameters(net), _whole(get_optimizer_state_dict(net, optimizer))
+    save(folder, net, optimizer)
+    return whole_values(net, optimizer)
 
 
 def _load_and_go_on(
     folder: Path, first: int, save_to: Path | None
-) -> tuple[dict[str, Any], dict[str, Any], list[float]]:
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Loads into another model; returns what was loaded and the losses of two more steps."""
     net = sharded(build(99))
     optimizer = _adam(net)
-    _load(folder, net, optimizer)
-    loaded = full_parameters(net), _whole(get_optimizer_state_dict(net, optimizer))
+    load(folder, net, optimizer)
+    loaded = whole_values(net, optimizer)
     if save_to is not None:
-        _save(save_to, net, optimizer)
-    return (*loaded, train(net, optimizer, range(first, first + 2)))
-
-
-def _assert_same_moments(left: dict[str, Any], right: dict[str, Any]) -> None:
-    assert left.keys() == right.keys()
-    for name in left:
-        assert left[name].keys() == right[name].keys() >= {"exp_avg", "exp_avg_sq", "step"}
-        for key in left[name]:
-            assert torch.equal(left[name][key], right[name][key]), (name, key)
+        save(save_to, net, optimizer)
+    return loaded, train(net, optimizer, range(first, first + 2))
 
 
 @pytest.mark.parametrize(
@@ -98,38 +64,35 @@ def test_a_checkpoint_loads_on_another_number_of_ranks_and_back(
     worlds: tuple[int, int], tmp_path: Path
 ) -> None:
     saved_on, loaded_on = worlds
-    weights, moments = run_on_ranks(_start_and_save, saved_on, tmp_path / "first", 3)[0]
-
+    values = run_on_ranks(_start_and_save, saved_on, tmp_path / "first", 3)[0]
     reference = build()
     optimizer = _adam(reference)
     train(reference, optimizer, range(3))
-    torch.testing.assert_close(weights, full_parameters(reference))
+    torch.testing.assert_close(values, whole_values(reference, optimizer))
+    assert {key.split("/")[-1] for key in values} >= {"exp_avg", "exp_avg_sq", "step"}
     expected = train(reference, optimizer, range(3, 5))
 
-    loaded = run_on_ranks(_load_and_go_on, loaded_on, tmp_path / "first", 3, tmp_path / "second")
-    for its_weights, its_moments, losses in loaded:
-        assert_equal_state(its_weights, weights)
-        _assert_same_moments(its_moments, moments)
-        torch.testing.assert_close(losses, expected)
-
-    back = run_on_ranks(_load_and_go_on, saved_on, tmp_path / "second", 3, None)
-    for its_weights, its_moments, losses in back:
-        assert_equal_state(its_weights, weights)
-        _assert_same_moments(its_moments, moments)
-        torch.testing.assert_close(losses, expected)
+    for ranks, folder, save_to in (
+        (loaded_on, tmp_path / "first", tmp_path / "second"),
+        (saved_on, tmp_path / "second", None),
+    ):
+        for its_values, losses in run_on_ranks(_load_and_go_on, ranks, folder, 3, save_to):
+            assert_equal_state(its_values, values)
+            torch.testing.assert_close(losses, expected)
 
 
 def test_a_checkpoint_saved_on_two_ranks_loads_into_a_plain_model_without_ranks(
     tmp_path: Path,
 ) -> None:
-    weights, _ = run_on_ranks(_start_and_save, 2, tmp_path, 2)[0]
+    values = run_on_ranks(_start_and_save, 2, tmp_path, 2)[0]
     plain = build(99)
     state = {"model": plain.state_dict()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is ")
         dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
     plain.load_state_dict(state["model"])
-    assert_equal_state(full_parameters(plain), weights)
+    weights = full_parameters(plain)
+    assert_equal_state(weights, {name: values[name] for name in weights})
 
 
 @pytest.mark.cross
@@ -141,14 +104,14 @@ def test_training_goes_on_bit_for_bit_after_saving_and_loading(
     straight = sharded(build(), reshard_after_forward=reshard)
     optimizer = _adam(straight)
     train(straight, optimizer, range(3))
-    _save(tmp_path, straight, optimizer)
+    save(tmp_path, straight, optimizer)
     losses = train(straight, optimizer, range(3, 7))
 
     resumed = sharded(build(99), reshard_after_forward=reshard)
     its_optimizer = _adam(resumed)
     with torch.no_grad():
         resumed(batch())  # whatever this left unsharded must not survive the load
-    _load(tmp_path, resumed, its_optimizer)
+    load(tmp_path, resumed, its_optimizer)
     assert train(resumed, its_optimizer, range(3, 7)) == losses
     assert_equal_state(full_parameters(resumed), full_parameters(straight))
 

@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -30,11 +23,12 @@ from fullshard.sharding import (
     fully_shard,
     load_full_state_dict,
 )
+from support.checkpoints import load, save, whole_values
 from support.modules import Assembled
-from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
+from support.parity.compare import assert_equal, full, gradients_of, parameters_of, rounding
 from support.products import few
 from support.ranks import cpu_mesh, distributed, run_on_ranks
-from support.surface.ranks import everyone, full
+from support.surface.ranks import assert_equal_state, everyone
 
 
 class Block(nn.Module):
@@ -232,35 +226,18 @@ def test_full_state_dicts_are_made_and_loaded(hybrid: bool) -> None:
         load_full_state_dict(model, state)
 
 
-def _values(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    values = {name: full(value) for name, value in model.state_dict().items()}
-    moments: Any = get_optimizer_state_dict(model, optimizer)["state"]
-    for name, entry in moments.items():
-        values.update({f"{name}/{key}": full(torch.as_tensor(v)) for key, v in entry.items()})
-    return values
-
-
 def _save(folder: Path) -> dict[str, torch.Tensor]:
     model = _sharded()
     optimizer = _train(model, 2, mine=True)
-    state = {"model": get_model_state_dict(model)}
-    dcp.save(
-        {**state, "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder
-    )
-    return _values(model, optimizer)
+    save(folder, model, optimizer)
+    return whole_values(model, optimizer)
 
 
 def _load(folder: Path, hybrid: bool) -> dict[str, torch.Tensor]:
     model = _sharded(_mesh(hybrid))
     optimizer = _train(model, 1, mine=True)
-    state: dict[str, Any] = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-    dcp.load(state, checkpoint_id=folder)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    return _values(model, optimizer)
+    load(folder, model, optimizer)
+    return whole_values(model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -273,10 +250,8 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
 ) -> None:
     saved = run_on_ranks(_save, 2, tmp_path)[0]
     loaded = run_on_ranks(_load, ranks, tmp_path, hybrid)[0]
-    assert loaded.keys() == saved.keys()
     assert any(name.endswith("gain/exp_avg") for name in saved)
-    for name, value in saved.items():
-        assert torch.equal(loaded[name], value), name
+    assert_equal_state(loaded, saved)
 
 
 @distributed(2)

@@ -1,0 +1,45 @@
+"""A model and its optimizer through ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+
+from support.parity.compare import full
+
+
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write the weights and the optimizer's state; every rank calls it."""
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+
+
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read what ``save`` wrote."""
+    weights, moments = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+
+
+def whole_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return whole parameters by name, and the state of each as ``name/key``."""
+    values = {name: full(value) for name, value in model.state_dict().items()}
+    moments: Any = get_optimizer_state_dict(model, optimizer)["state"]
+    for name, entry in moments.items():
+        values.update({f"{name}/{key}": full(torch.as_tensor(v)) for key, v in entry.items()})
+    return values
