@@ -266,26 +266,3 @@ def test_places_are_those_of_the_whole() -> None:
     whole = torch.arange(4 * 5 * 6).view(4, 5, 6)
     box = Box((1, 0, 2), (2, 5, 2))
     assert torch.equal(places_in(whole.shape, box, torch.device("cpu")), whole[1:3, :, 2:4])
-
-
-# -- what is refused ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr": -1.0}, r"lr is -1.0; pass a finite number of at least 0"),
-        ({"betas": (0.9, 1.5)}, r"betas is \(0.9, 1.5\)"),
-        ({"rounding": "up"}, r"rounding is 'up'; pass one of 'stochastic', 'residual', 'nearest'"),
-        ({"seed": -1}, r"seed is -1"),
-    ],
-    ids=str,
-)
-def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AdamW8bit([torch.zeros(6, 3, requires_grad=True)], **options)
-
-
-def test_complex_parameters_are_refused() -> None:
-    with pytest.raises(ValueError, match="complex64"):
-        AdamW8bit([torch.zeros(3, 3, dtype=torch.complex64, requires_grad=True)])

@@ -16,9 +16,11 @@ from fullshard.comm import EventLog, observe
 from fullshard.optim import ExponentialMovingAverage
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import unsharded
+from support.optim.given import assert_same
+from support.parity.compare import full
 from support.ranks import cpu_mesh, distributed
 from support.surface.model import Net, batch, build, sharded, train
-from support.surface.ranks import everyone, full, full_parameters
+from support.surface.ranks import everyone, full_parameters
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -52,11 +54,6 @@ class Averaged:
         return {name: each.detach() for name, each in self.model.module.named_parameters()}
 
 
-def _assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert list(mine) == list(theirs)
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "bf16": {"mp_policy": MIXED},
@@ -78,7 +75,7 @@ def test_averages_are_those_of_torchs_average_of_the_unsharded_model(name: str) 
             averages.update()
         assert log.events == []
         torchs.update(model)
-    _assert_equal(_whole(averages), torchs.values())
+    assert_same(_whole(averages), torchs.values())
 
 
 @distributed(2)
@@ -93,7 +90,7 @@ def test_what_stayed_unsharded_after_a_forward_without_gradients_is_averaged_all
             model(batch())
         assert not isinstance(model.head.weight, DTensor)  # torch's own lerp would mix here
         averages.update()
-    _assert_equal(_whole(averages), torchs.values())
+    assert_same(_whole(averages), torchs.values())
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -115,7 +112,7 @@ def test_with_the_averages_in_its_place_the_model_computes_what_the_averaged_one
                 with averages.swapped():
                     output, values = model(batch()), full_parameters_of(model)
                 assert torch.equal(model(batch()), before)
-            _assert_equal(values, _whole(averages))
+            assert_same(values, _whole(averages))
             assert torch.equal(output, expected(values))
         return losses
 
@@ -151,7 +148,7 @@ def test_a_schedule_is_asked_with_the_number_of_updates_and_the_first_update_cop
         weight = 1 - (1 + step) / (10 + step)
         expected = {k: v.lerp(now[k], weight) for k, v in expected.items()} or now
     assert averages.updates == 3 and asked == [0, 1, 2]
-    _assert_equal(_whole(averages), expected)
+    assert_same(_whole(averages), expected)
 
 
 @distributed(2)
@@ -168,9 +165,9 @@ def test_averages_of_bfloat16_may_be_kept_in_float32_and_come_back_unrounded() -
     assert all(each.dtype is torch.float32 for each in kept.values())
     assert all((kept[name] > start[name]).all() for name in kept)  # bfloat16 would not move
     with averages.swapped():
-        _assert_equal(full_parameters(model), {k: v.bfloat16() for k, v in kept.items()})
-    _assert_equal(full_parameters(model), own)
-    _assert_equal(_whole(averages), kept)
+        assert_same(full_parameters(model), {k: v.bfloat16() for k, v in kept.items()})
+    assert_same(full_parameters(model), own)
+    assert_same(_whole(averages), kept)
 
 
 @distributed(2)
@@ -209,13 +206,13 @@ def test_a_state_dict_goes_through_a_checkpoint_to_another_mesh_and_to_one_proce
         loaded = ExponentialMovingAverage(other, 0.9)
         dcp.load({"averages": loaded}, checkpoint_id=str(tmp_path))
         assert loaded.updates == 2
-        _assert_equal(_whole(loaded), _whole(averages))
+        assert_same(_whole(loaded), _whole(averages))
         again = ExponentialMovingAverage(other, 0.9)
         again.load_state_dict(averages.state_dict())  # cut otherwise, in memory
-        _assert_equal(_whole(again), _whole(averages))
+        assert_same(_whole(again), _whole(averages))
     again = ExponentialMovingAverage(model, 0.9)
     again.load_state_dict({"averages": _whole(averages), "updates": 2})
-    _assert_equal(_whole(again), _whole(averages))
+    assert_same(_whole(again), _whole(averages))
 
 
 @distributed(2)
@@ -261,9 +258,9 @@ def test_a_plain_model_is_averaged_as_torch_averages_it() -> None:
         train(plain, optimizer, range(step, step + 1))
         averages.update()
         torchs.update(plain)
-    _assert_equal(_whole(averages), torchs.values())
+    assert_same(_whole(averages), torchs.values())
     with averages.swapped():
-        _assert_equal(full_parameters(plain), torchs.values())
+        assert_same(full_parameters(plain), torchs.values())
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Replicate
 from fullshard.checkpoint import full_optim_state_dict, shard_full_optim_state_dict
 from fullshard.optim import SOAP, AdamW8bit, Muon
 from fullshard.sharding import fully_shard
+from support.optim.given import assert_same
 from support.optim.shapes import Shapes, gradients, groups_of
 from support.optim.ways import WAYS, Way, full_state, full_values, give
 from support.optim.wide import Wide, wide_gradients
@@ -60,15 +61,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, way: Way | None, *
         optimizer.step()
 
 
-def _assert_equal(found: Any, expected: Any, name: str = "") -> None:
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key in expected:
-            _assert_equal(found[key], expected[key], f"{name}.{key}")
-    else:
-        assert torch.equal(found, expected), name
-
-
 def _assert_goes_on(
     model: nn.Module, optimizer: torch.optim.Optimizer, way: Way | None, make: Maker
 ) -> None:
@@ -76,8 +68,8 @@ def _assert_goes_on(
     whole, never_stopped = _start(None, make)
     _step(whole, never_stopped, None, 0, 1, 2, 3)
     _step(model, optimizer, way, 2, 3)
-    _assert_equal(full_values(model), full_values(whole))
-    _assert_equal(full_state(model, optimizer), full_state(whole, never_stopped))
+    assert_same(full_values(model), full_values(whole))
+    assert_same(full_state(model, optimizer), full_state(whole, never_stopped))
 
 
 def _take_values(model: nn.Module, way: Way | None, values: dict[str, torch.Tensor]) -> None:
@@ -169,7 +161,7 @@ def test_the_state_of_another_optimizer_is_refused_and_nothing_is_loaded(make: M
         optimizer.load_state_dict(other.state_dict())
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
-    _assert_equal(after["state"], before["state"])
+    assert_same(after["state"], before["state"])
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -196,7 +188,7 @@ def test_a_mesh_that_changed_under_a_state_is_an_error_before_anything_is_sent()
     onto.state[other.get_parameter("wide")] = optimizer.state[old]
     with pytest.raises(RuntimeError, match=r"wide is a DTensor.*but its state 'momentum_buffer'"):
         _step(other, onto, WAYS["hybrid"], 1)
-    _assert_equal(full_values(other), before)
+    assert_same(full_values(other), before)
     dist.barrier()
 
 
@@ -211,13 +203,21 @@ def test_a_gradient_that_is_cut_otherwise_is_an_error_before_anything_is_sent() 
     assert "momentum_buffer" not in optimizer.state[model.get_parameter("square")]
 
 
-def test_what_is_no_matrix_is_refused_with_its_name() -> None:
-    with pytest.raises(ValueError, match=r"of shape \(3,\).*algorithm='adamw'.*matrix_groups"):
-        Muon([torch.zeros(3, requires_grad=True)])
-    with pytest.raises(ValueError, match=r"of shape \(3, 2, 2, 2\)"):
-        Muon([nn.Conv2d(2, 3, 2).weight])
-    with pytest.raises(ValueError, match="complex64"):
-        Muon([torch.zeros(3, 3, dtype=torch.complex64, requires_grad=True)])
+@pytest.mark.parametrize(
+    ("kind", "shape", "dtype", "message"),
+    [
+        (Muon, (3,), torch.float32, r"Muon got .*shape \(3,\).*algorithm='adamw'.*matrix_groups"),
+        (SOAP, (3,), torch.float32, r"SOAP got .*shape \(3,\).*algorithm='adamw'"),
+        (Muon, (3, 2, 2, 2), torch.float32, r"of shape \(3, 2, 2, 2\)"),
+        (Muon, (3, 3), torch.complex64, "complex64"),
+        (AdamW8bit, (3, 3), torch.complex64, "complex64"),
+    ],
+)
+def test_a_parameter_that_it_cannot_step_is_refused(
+    kind: Any, shape: tuple[int, ...], dtype: torch.dtype, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind([torch.zeros(shape, dtype=dtype, requires_grad=True)])
 
 
 @distributed(2)
@@ -229,46 +229,43 @@ def test_a_sharded_parameter_of_one_dim_is_refused_by_its_full_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("kind", "options", "message"),
     [
-        ({"lr": -1.0}, r"lr is -1.0; pass a finite number of at least 0"),
-        ({"momentum": float("nan")}, r"momentum is nan"),
-        ({"weight_decay": "0.1"}, r"weight_decay is '0.1'"),
-        ({"ns_steps": 0}, r"ns_steps is 0; pass a whole number from 1 to 99"),
-        ({"ns_coefficients": (1.0, 2.0)}, r"pass three numbers"),
-        ({"adjust_lr_fn": "spectral"}, r"adjust_lr_fn is 'spectral'; pass one of None, 'original'"),
-        ({"algorithm": "sgd"}, r"algorithm is 'sgd'; pass one of 'muon', 'adamw'"),
-        ({"split": 5}, r"split is 5.*has 6 indices along split_dim"),
-        ({"split": (2, 3)}, r"adds up to 5.*has 6 indices"),
-        ({"split": 2, "split_dim": 2}, r"split_dim is 2; pass one of 0, 1"),
-        ({"algorithm": "adamw", "betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\)"),
+        (Muon, {"lr": -1.0}, r"lr is -1.0; pass a finite number of at least 0"),
+        (Muon, {"momentum": float("nan")}, r"momentum is nan"),
+        (Muon, {"weight_decay": "0.1"}, r"weight_decay is '0.1'"),
+        (Muon, {"ns_steps": 0}, r"ns_steps is 0; pass a whole number from 1 to 99"),
+        (Muon, {"ns_coefficients": (1.0, 2.0)}, r"pass three numbers"),
+        (Muon, {"adjust_lr_fn": "spectral"}, r"is 'spectral'; pass one of None, 'original'"),
+        (Muon, {"algorithm": "sgd"}, r"algorithm is 'sgd'; pass one of 'muon', 'adamw'"),
+        (Muon, {"split": 5}, r"split is 5.*has 6 indices along split_dim"),
+        (Muon, {"split": (2, 3)}, r"adds up to 5.*has 6 indices"),
+        (Muon, {"split": 2, "split_dim": 2}, r"split_dim is 2; pass one of 0, 1"),
+        (Muon, {"algorithm": "adamw", "betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\)"),
+        (SOAP, {"lr": -1.0}, r"lr is -1.0; pass a finite number of at least 0"),
+        (SOAP, {"betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\)"),
+        (SOAP, {"shampoo_beta": 1.0}, r"shampoo_beta is 1.0; pass None, or a number"),
+        (SOAP, {"precondition_frequency": 0}, r"precondition_frequency is 0; pass a whole number"),
+        (SOAP, {"max_precond_dim": 0.5}, r"max_precond_dim is 0.5; pass a whole number"),
+        (SOAP, {"algorithm": "muon"}, r"algorithm is 'muon'; pass one of 'soap', 'adamw'"),
+        (SOAP, {"split": 5}, r"split is 5.*has 6 indices along split_dim"),
+        (SOAP, {"split_dim": 2}, r"split_dim is 2; pass one of 0, 1"),
+        (AdamW8bit, {"lr": -1.0}, r"lr is -1.0; pass a finite number of at least 0"),
+        (AdamW8bit, {"betas": (0.9, 1.5)}, r"betas is \(0.9, 1.5\)"),
+        (
+            AdamW8bit,
+            {"rounding": "up"},
+            r"'up'; pass one of 'stochastic', 'residual', 'nearest'",
+        ),
+        (AdamW8bit, {"seed": -1}, r"seed is -1"),
     ],
     ids=str,
 )
-def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
+def test_an_option_out_of_range_is_refused(
+    kind: Any, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        Muon([torch.zeros(6, 3, requires_grad=True)], **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr": -1.0}, r"lr is -1.0; pass a finite number of at least 0"),
-        ({"betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\)"),
-        ({"shampoo_beta": 1.0}, r"shampoo_beta is 1.0; pass None, or a number"),
-        ({"precondition_frequency": 0}, r"precondition_frequency is 0; pass a whole number"),
-        ({"max_precond_dim": 0.5}, r"max_precond_dim is 0.5; pass a whole number"),
-        ({"algorithm": "muon"}, r"algorithm is 'muon'; pass one of 'soap', 'adamw'"),
-        ({"split": 5}, r"split is 5.*has 6 indices along split_dim"),
-        ({"split_dim": 2}, r"split_dim is 2; pass one of 0, 1"),
-    ],
-    ids=str,
-)
-def test_an_option_of_soap_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SOAP([torch.zeros(6, 3, requires_grad=True)], **options)
-    with pytest.raises(ValueError, match=r"SOAP got .*of shape \(3,\).*algorithm='adamw'"):
-        SOAP([torch.zeros(3, requires_grad=True)])
+        kind([torch.zeros(6, 3, requires_grad=True)], **options)
 
 
 @distributed(2)
@@ -280,7 +277,7 @@ def test_options_that_no_longer_fit_soaps_state_are_an_error_before_anything_is_
     before = full_values(model)
     with pytest.raises(RuntimeError, match=r"max_precond_dim cannot change while there is state"):
         _step(model, optimizer, WAYS["two"], 1)
-    _assert_equal(full_values(model), before)
+    assert_same(full_values(model), before)
     dist.barrier()
 
 
