@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fullshard.sharding import (
     DataParallelMeshDims,
-    full_state_dict,
     fully_shard,
-    load_full_state_dict,
 )
+from support.checkpoints import assert_full_states_travel
 from support.modules import in_turn
 from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
 from support.products import few
@@ -197,15 +196,7 @@ def test_replicas_only_leave_the_parameter_as_it_is() -> None:
 @distributed(4)
 def test_full_state_dicts_are_made_and_loaded(case: str) -> None:
     model, _ = _sharded(case, 5)
-    expected = _build(5).state_dict()
-    for name, value in full_state_dict(model, rank0_only=False).items():
-        assert torch.equal(value, expected[name]), name
-    other = {name: value + 1 for name, value in expected.items()}
-    for from_rank0 in (False, True):
-        load_full_state_dict(model, other, broadcast_from_rank0=from_rank0)
-        for name, value in full_state_dict(model, rank0_only=False).items():
-            assert torch.equal(value, other[name]), name
-        load_full_state_dict(model, expected)
+    assert_full_states_travel(model, _build(5).state_dict())
 
 
 @distributed(4)

@@ -19,11 +19,10 @@ from fullshard.comm import EventKind, EventLog, observe
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import (
     clip_grad_norm_,
-    full_state_dict,
     fully_shard,
     load_full_state_dict,
 )
-from support.checkpoints import load, save, whole_values
+from support.checkpoints import assert_full_states_travel, load, save, whole_values
 from support.modules import Assembled
 from support.parity.compare import assert_equal, full, gradients_of, parameters_of, rounding
 from support.products import few
@@ -209,21 +208,8 @@ def test_zero_grad_clears_a_0d_gradient(set_to_none: bool) -> None:
 @pytest.mark.parametrize("hybrid", [False, True])
 @distributed(4)
 def test_full_state_dicts_are_made_and_loaded(hybrid: bool) -> None:
-    model, plain = _sharded(_mesh(hybrid)), _build()
-    state = full_state_dict(model, rank0_only=False)
-    assert list(state) == list(plain.state_dict())
-    for name, value in plain.state_dict().items():
-        assert torch.equal(state[name], value) and state[name].dtype == value.dtype, name
-    other = {name: (value + 1 if value.ndim else value * 3) for name, value in state.items()}
-    for from_rank0 in (False, True):
-        load_full_state_dict(
-            model,
-            other if not from_rank0 or dist.get_rank() == 0 else {},
-            broadcast_from_rank0=from_rank0,
-        )
-        for name, value in full_state_dict(model, rank0_only=False).items():
-            assert torch.equal(value, other[name]), name
-        load_full_state_dict(model, state)
+    expected = _build().state_dict()
+    assert_full_states_travel(_sharded(_mesh(hybrid)), expected)
 
 
 def _save(folder: Path) -> dict[str, torch.Tensor]:

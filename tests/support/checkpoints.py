@@ -1,4 +1,4 @@
-"""A model and its optimizer through ``torch.distributed.checkpoint``."""
+"""Models, and their optimizers, through torch's checkpoints and full state dicts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -14,7 +15,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from fullshard.sharding import full_state_dict, load_full_state_dict
 from support.parity.compare import full
+from support.surface.ranks import assert_equal_state
 
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -43,3 +46,15 @@ def whole_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     for name, entry in moments.items():
         values.update({f"{name}/{key}": full(torch.as_tensor(v)) for key, v in entry.items()})
     return values
+
+
+def assert_full_states_travel(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    """The full state dict is the expected one, and another loads, each rank's own or rank 0's."""
+    assert_equal_state(full_state_dict(model, rank0_only=False), expected)
+    # Contiguous: torch sends the memory of rank 0's tensors as if all were, whatever their strides.
+    other = {name: (3 * value + 1).contiguous() for name, value in expected.items()}
+    for from_rank0 in (False, True):
+        given = other if not from_rank0 or dist.get_rank() == 0 else {}
+        load_full_state_dict(model, given, broadcast_from_rank0=from_rank0)
+        assert_equal_state(full_state_dict(model, rank0_only=False), other)
+        load_full_state_dict(model, expected)
