@@ -7,6 +7,7 @@ optimizer step in between, so that what it leaves behind would show.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -154,9 +155,14 @@ FEW = {
     "several-forwards-several-backwards",
     "retained-graph-with-a-forward-between",
 }
-SOME_SCENARIOS = [
-    each if each in FEW else pytest.param(each, marks=pytest.mark.matrix) for each in SCENARIOS
-]
+MORE = {
+    *(FEW - {"synchronised"}),
+    "not-resharded-after-backward",
+    "dropped-forwards",
+    "evaluation-between",
+    "unsharded-by-hand",
+}
+OTHERS = ("tied-across-groups", "twice", "transformer-nested")  # shared, nested and listed modules
 
 
 def _rounds(scenario: Callable[[Run], None], run: Run) -> list[dict[str, torch.Tensor | None]]:
@@ -187,47 +193,25 @@ def _check(name: str, case: str, reshard: bool | None, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "reshard",
-    [True, pytest.param(False, marks=pytest.mark.matrix)],
-    ids=["reshard", "keep"],
-)
-@pytest.mark.parametrize(
-    "name",
+    ("case", "reshard", "name"),
     few(
-        SCENARIOS,
-        "not-synchronised",
-        "not-resharded-after-backward",
-        "last-backward-waits-for-all",
-        "several-forwards-several-backwards",
-        "retained-graph-with-a-forward-between",
-        "dropped-forwards",
-        "evaluation-between",
-        "unsharded-by-hand",
+        [
+            *itertools.product(["transformer"], [True, False], SCENARIOS),
+            *itertools.product(OTHERS, [None], SCENARIOS),
+        ],
+        *itertools.product(["transformer"], [True], MORE),
+        *itertools.product(OTHERS[:1], [None], FEW),
+        together=True,
     ),
 )
 @distributed(2)
-def test_a_transformer_has_the_gradients_of_the_whole_batch(
-    name: str, reshard: bool, world_size: int
+def test_two_ranks_have_the_gradients_of_the_whole_batch(
+    case: str, reshard: bool | None, name: str, world_size: int
 ) -> None:
-    _check(name, "transformer", reshard, world_size)
+    _check(name, case, reshard, world_size)
 
 
-@pytest.mark.parametrize("name", SOME_SCENARIOS)
-@pytest.mark.parametrize(
-    "case",
-    [
-        "tied-across-groups",
-        *(pytest.param(each, marks=pytest.mark.matrix) for each in ("twice", "transformer-nested")),
-    ],
-)
-@distributed(2)
-def test_shared_nested_and_listed_modules_have_the_gradients_of_the_whole_batch(
-    case: str, name: str, world_size: int
-) -> None:
-    _check(name, case, None, world_size)
-
-
-@pytest.mark.parametrize("name", SOME_SCENARIOS)
+@pytest.mark.parametrize("name", few(SCENARIOS, *FEW))
 @distributed(4)
 def test_four_ranks_have_the_gradients_of_the_whole_batch(name: str, world_size: int) -> None:
     _check(name, "uneven-list", None, world_size)
@@ -253,4 +237,4 @@ def test_each_scenario_equals_torch_to_the_last_bit(name: str) -> None:
 
 def test_there_are_scenarios() -> None:
     assert len(SCENARIOS) == 14
-    assert SCENARIOS.keys() > FEW
+    assert SCENARIOS.keys() > FEW | MORE

@@ -133,17 +133,6 @@ def test_many_dtypes_in_one_group_each_reduce_in_their_own(world_size: int) -> N
     assert_equal(parameters_of(model), parameters_of(reference.masters), allowed, "parameters")
 
 
-@distributed(2, 4)
-def test_a_parameter_that_no_rank_uses_keeps_no_gradient() -> None:
-    case = CASES["partly-used"]
-    model = shard(case)
-    inputs, targets = rows_of(case.batch(0, torch.float32), my_rows())
-    for _ in range(2):
-        case.loss(model(inputs), targets).backward()
-        lacking = {name for name, parameter in model.named_parameters() if parameter.grad is None}
-        assert lacking == {"never", "branch.weight", "branch.bias"}
-
-
 @pytest.mark.cross
 @pytest.mark.parametrize("user", [0, 1])
 @pytest.mark.parametrize("mixed", [False, True])
