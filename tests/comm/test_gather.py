@@ -27,8 +27,6 @@ from fullshard.comm import (
 )
 from fullshard.comm.collectives.gather import FullTensors
 from fullshard.comm.layouts.coded import CodedSpec
-from fullshard.comm.runtime.required import require
-from fullshard.comm.transports.collective import AllGather
 from support.collectives import Allocates, gather_config, shard_of
 from support.ranks import distributed, world
 
@@ -199,33 +197,6 @@ def test_outputs_may_be_flat_may_require_grad_and_are_filled_exactly() -> None:
     assert room[0].item() == room[16].item() == -7.0
     assert torch.equal(leaf.detach(), fulls[1])
     assert leaf.is_leaf
-
-
-@distributed(2, 4)
-def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as TorchAllGather
-
-    class CountingAllGather(Allocates, TorchAllGather):
-        def __init__(self) -> None:
-            self.nbytes = 0
-
-        def __call__(
-            self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
-        ) -> dist.Work | None:
-            self.nbytes += output_tensor.nbytes
-            parts = list(output_tensor.chunk(group.size()))
-            return dist.all_gather(parts, input_tensor, group=group, async_op=async_op)
-
-    group = world()
-    comm = CountingAllGather()
-    require(AllGather, comm)
-    fulls = fulls_of(SPECS)
-    layout = RankMajorLayout(SPECS, group.size())
-    in_flight = foreach_all_gather(
-        shards_of(fulls, SPECS, group), layout, gather_config(group, comm)
-    )
-    assert_gathered(in_flight, SPECS, fulls)
-    assert comm.nbytes == layout.buffer.slice_nbytes * group.size()
 
 
 class _InputNoter(Allocates):

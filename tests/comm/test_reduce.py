@@ -28,9 +28,7 @@ from fullshard.comm import (
     reduction_scaling,
 )
 from fullshard.comm.runtime.devices import DeviceTraits, simulated
-from fullshard.comm.runtime.required import require
-from fullshard.comm.transports.collective import ReduceScatter
-from support.collectives import Allocates, reduce_config, shard_of
+from support.collectives import reduce_config, shard_of
 from support.ranks import distributed, world
 
 SHAPES = [((5, 3), 0), ((), 0), ((3, 7), 1), ((2, 9, 4), 1), ((0, 3), 0), ((1,), 0), ((8, 2), 0)]
@@ -162,32 +160,6 @@ def test_waiting_twice_gives_the_same_result_scaled_once() -> None:
     assert in_flight.wait() is first
     assert first.shards[0].tolist() == [1.0, 1.0]
     assert in_flight.packed is None
-
-
-@distributed(2)
-def test_a_class_written_for_torchs_fully_shard_plugs_in_unchanged() -> None:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as TorchReduceScatter
-
-    class ByAllReduce(Allocates, TorchReduceScatter):
-        def __call__(
-            self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
-        ) -> None:
-            dist.all_reduce(input_tensor, op=op, group=group)
-            output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
-
-    group = world()
-    comm = ByAllReduce()
-    require(ReduceScatter, comm)
-    specs = specs_of(torch.float32)
-    layout = RankMajorLayout(specs, 2, mask_numel=len(specs))
-    ours = foreach_reduce(gradients_of(group.rank(), specs), layout, config_of(group)).wait()
-    theirs = foreach_reduce(
-        gradients_of(group.rank(), specs), layout, config_of(group, comm=comm)
-    ).wait()
-    assert all(torch.equal(*pair) for pair in zip(ours.shards, theirs.shards, strict=True))
-    assert ours.mask is not None
-    assert theirs.mask is not None
-    assert torch.equal(ours.mask, theirs.mask)
 
 
 class _EveryRankAlike:

@@ -14,16 +14,8 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 
-from fullshard.sharding import FSDPModule, fully_shard
+from fullshard.sharding import fully_shard
 from support.ranks import distributed
-
-
-def _public(cls: type) -> set[str]:
-    return {name for name in dir(cls) if not name.startswith("_")}
-
-
-def test_every_method_of_torchs_module_is_there() -> None:
-    assert _public(torch_fsdp.FSDPModule) <= _public(FSDPModule)
 
 
 @distributed(2)
