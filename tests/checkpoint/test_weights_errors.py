@@ -55,32 +55,18 @@ def _too_long(folder: Path) -> None:
         file.write(b"more")
 
 
-def _a_hole(folder: Path) -> None:
-    text = b'{"weight":{"dtype":"F32","shape":[4,3],"data_offsets":[4,52]}}'
-    folder.mkdir(exist_ok=True)
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 52)
+def _with_header(header: str, nbytes: int) -> Callable[[Path], None]:
+    """Write a file of this header and so many bytes of data."""
+
+    def write(folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        content = len(header).to_bytes(8, "little") + header.encode() + b"\0" * nbytes
+        (folder / "model.safetensors").write_bytes(content)
+
+    return write
 
 
-def _twice(folder: Path) -> None:
-    entry = b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
-    text = b"{" + entry + b"," + entry + b"}"
-    folder.mkdir(exist_ok=True)
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 4)
-
-
-def _wrong_size(folder: Path) -> None:
-    text = b'{"weight":{"dtype":"F32","shape":[4,4],"data_offsets":[0,48]}}'
-    folder.mkdir(exist_ok=True)
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 48)
-
-
-def _unknown_dtype(folder: Path) -> None:
-    text = (
-        b'{"weight":{"dtype":"F4","shape":[4,3],"data_offsets":[0,6]},'
-        b'"bias":{"dtype":"F32","shape":[4],"data_offsets":[6,22]}}'
-    )
-    folder.mkdir(exist_ok=True)
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 22)
+_a_hole = _with_header('{"weight":{"dtype":"F32","shape":[4,3],"data_offsets":[4,52]}}', 52)
 
 
 def _quantised(folder: Path) -> None:
@@ -122,9 +108,19 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "no header as safetensors files have": _no_safetensors,
     "or has too much": _too_long,
     "belongs to no tensor": _a_hole,
-    "names a twice": _twice,
-    r"is F32 of shape \(4, 4\) in 48 bytes": _wrong_size,
-    "weight is F4 in": _unknown_dtype,
+    "names a twice": _with_header(
+        '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
+        '"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        4,
+    ),
+    r"is F32 of shape \(4, 4\) in 48 bytes": _with_header(
+        '{"weight":{"dtype":"F32","shape":[4,4],"data_offsets":[0,48]}}', 48
+    ),
+    "weight is F4 in": _with_header(
+        '{"weight":{"dtype":"F4","shape":[4,3],"data_offsets":[0,6]},'
+        '"bias":{"dtype":"F32","shape":[4],"data_offsets":[6,22]}}',
+        22,
+    ),
     "weight is I8 in": _quantised,
     "holds no safetensors file": _nothing,
     "bring the index": _no_index,
