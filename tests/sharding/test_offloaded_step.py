@@ -25,6 +25,7 @@ from fullshard.sharding.base.compat import local_shard
 from support.parity.compare import EXACT, assert_equal, parameters_of
 from support.products import few
 from support.ranks import cpu_mesh, distributed
+from support.surface.model import train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,24 +70,20 @@ def _pair(**options: Any) -> tuple[nn.Sequential, nn.Sequential, Elsewhere]:
     return _sharded(policy, **options), _sharded(NoOffload(), **options), policy
 
 
-def _loss(model: nn.Module, step: int) -> torch.Tensor:
+def _batch(step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
-    loss: torch.Tensor = model(x).square().mean()
+    return torch.randn(4, 5, generator=generator, dtype=torch.float64)
+
+
+def _loss(model: nn.Module, step: int) -> torch.Tensor:
+    loss: torch.Tensor = model(_batch(step)).square().mean()
     return loss
 
 
 def _steps(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: range = range(3)
 ) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = _loss(model, step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train(model, optimizer, steps, _batch)
 
 
 def _assert_same(model: nn.Module, other: nn.Module) -> None:

@@ -11,22 +11,22 @@ from torch import nn
 
 from fullshard.sharding import full_state_dict, fully_shard, unsharded
 from support.modules import in_turn
+from support.parity.compare import full
 from support.parity.engines import OURS, TORCH, Engine
 from support.products import few
 from support.ranks import distributed
 from support.surface.errors import says
-from support.surface.ranks import full, full_parameters
+from support.surface.model import batch, train
+from support.surface.ranks import full_parameters
 
 # a DeprecationWarning, since torch 2.15 a FutureWarning
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
+STEPS = range(4)  # enough for TorchScript to optimise what it runs
+
 
 def _layers() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
-
-
-def _rows(step: int) -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
 
 
 def _model(compiled: Callable[[nn.Module], Any] = lambda module: module) -> Any:
@@ -36,19 +36,7 @@ def _model(compiled: Callable[[nn.Module], Any] = lambda module: module) -> Any:
 
 
 def _traced(module: nn.Module) -> Any:
-    return torch.jit.trace(module, _rows(0))
-
-
-def _train(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The losses; enough steps for TorchScript to optimise what it runs."""
-    losses = []
-    for step in range(4):
-        loss = model(_rows(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
+    return torch.jit.trace(module, batch())
 
 
 @pytest.mark.cross
@@ -59,14 +47,14 @@ def test_a_traced_module_in_a_sharded_one_trains_as_unsharded_and_as_under_torch
     units: list[str], reshard: bool | None
 ) -> None:
     reference = _model()
-    wanted = _train(reference, torch.optim.Adam(reference.parameters(), lr=0.1))
+    wanted = train(reference, torch.optim.Adam(reference.parameters(), lr=0.1), STEPS)
     engines: list[Engine] = [OURS, TORCH]
     for engine in engines:
         model = _model(_traced)
         for name in units:
             engine.fully_shard(getattr(model, name), reshard_after_forward=reshard)
         engine.fully_shard(model, reshard_after_forward=reshard)
-        got = _train(model, torch.optim.Adam(model.parameters(), lr=0.1))
+        got = train(model, torch.optim.Adam(model.parameters(), lr=0.1), STEPS)
         torch.testing.assert_close(got, wanted)
         assert list(model.state_dict()) == list(reference.state_dict())
         for name, value in full_parameters(model).items():
@@ -86,13 +74,13 @@ def test_the_parameters_of_a_traced_module_are_saved_loaded_frozen_and_written_b
     for name, value in full_parameters(model).items():
         assert torch.equal(value, 2 * reference.get_parameter(name)), name
     model.load_state_dict(saved)
-    model(_rows(0)).sum().backward()
-    reference(_rows(0)).sum().backward()
+    model(batch()).sum().backward()
+    reference(batch()).sum().backward()
     for name, param in model.named_parameters():
         torch.testing.assert_close(full(param.grad), reference.get_parameter(name).grad)
     model.zero_grad()
     model.get_parameter("block.inner.0.weight").requires_grad_(False)
-    model(_rows(0)).sum().backward()
+    model(batch()).sum().backward()
     assert model.get_parameter("block.inner.0.weight").grad is None
     assert model.get_parameter("block.inner.2.weight").grad is not None
 
@@ -109,11 +97,11 @@ def test_what_takes_no_hooks_is_refused_by_name_and_stays_as_it_is() -> None:
         with pytest.raises(ValueError, match=says(type(compiled).__name__, "torch.jit compiled")):
             fully_shard(compiled)
     frozen = fully_shard(held, ignored_params=inside)
-    assert torch.equal(frozen(_rows(0)), _model()(_rows(0)))
+    assert torch.equal(frozen(batch()), _model()(batch()))
 
 
 @distributed(2)
 def test_a_scripted_module_without_parameters_changes_nothing() -> None:
     model = fully_shard(in_turn(first=nn.Linear(6, 6), after=torch.jit.script(nn.Tanh())))
-    model(_rows(0)).sum().backward()
+    model(batch()).sum().backward()
     assert model.get_parameter("first.weight").grad is not None

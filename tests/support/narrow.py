@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.sharding import fully_shard
+from support.surface import model as surface_model
 
 WIDTH = 33
 
@@ -45,13 +46,7 @@ def batch(seed: int = 0) -> torch.Tensor:
 
 def train(net: Any, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    losses = []
-    for step in range(steps):
-        loss = net(batch(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = surface_model.train(net, optimizer, range(steps), batch)
     return losses, {name: full(param) for name, param in net.named_parameters()}
 
 

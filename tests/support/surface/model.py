@@ -62,11 +62,12 @@ def train(
     model: Callable[[torch.Tensor], torch.Tensor],
     optimizer: torch.optim.Optimizer,
     steps: Iterable[int],
+    inputs: Callable[[int], torch.Tensor] = batch,
 ) -> list[float]:
     """The loss of each step of ordinary training."""
     losses = []
     for step in steps:
-        loss = model(batch(step)).square().mean()
+        loss = model(inputs(step)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
