@@ -29,9 +29,10 @@ from fullshard.checkpoint import (
 from fullshard.checkpoint.parts import as_cut
 from fullshard.sharding import RankMismatchError, fully_shard
 from support.gather_hooks import Wrapped as OwnTensor
+from support.parity.compare import full
 from support.ranks import distributed
 from support.surface.model import Net, batch, build, sharded, train
-from support.surface.ranks import everyone, full
+from support.surface.ranks import everyone
 from support.surface.wrappings import WRAPPINGS, Wrapped, adamw, hybrid, tied, two_groups
 
 Optim = Callable[[Any], torch.optim.Optimizer]

@@ -38,10 +38,11 @@ from fullshard.sharding import (
 )
 from support import tp_model
 from support.named_optimizer import NamedAdamW
+from support.parity.compare import full
 from support.products import few
 from support.ranks import cpu_mesh, distributed, run_on_ranks
 from support.surface.model import build, sharded, train
-from support.surface.ranks import everyone, full
+from support.surface.ranks import everyone
 from support.surface.wrappings import (
     WRAPPINGS,
     Wrapped,

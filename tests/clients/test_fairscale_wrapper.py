@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.wrappers import fairscale as ours
 from support.fairscale.on_cpu import fairscale_on_cpu
+from support.parity.compare import full
 from support.ranks import distributed
-from support.surface.ranks import full
+from support.surface.ranks import everyone
 
 pytest.importorskip("fairscale")
 pytestmark = [
@@ -209,8 +210,7 @@ def test_local_state_dicts_of_all_ranks_become_one_whole_as_with_fairscale() -> 
         model = _wrapped(door)
         _train(model, _adam(model), range(1))
         local = _copied(model.local_state_dict()), model.local_metadata_dict()
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, (*local, _copied(model.state_dict())))
+        parts = everyone((*local, _copied(model.state_dict())))
         weights, metadata, whole = zip(*parts, strict=True)
         return (weights, metadata), whole[0]  # buffers are the first rank's
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fullshard.comm import CachingAllocator, ProcessGroupAllocator
-from support.ranks import distributed
+from support.ranks import distributed, world
 
 CPU = torch.device("cpu")
 
@@ -51,7 +50,6 @@ def test_the_process_groups_own_memory_is_used_where_the_backend_allocates() -> 
 
 @distributed(2)
 def test_gloo_which_cannot_allocate_is_refused_by_name() -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     with pytest.raises(ValueError, match=r"gloo.*CachingAllocator"):
         ProcessGroupAllocator(group).empty((4,), dtype=torch.float32, device=CPU)

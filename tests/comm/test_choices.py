@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fullshard.comm import (
     DefaultAllGather,
@@ -16,7 +15,7 @@ from fullshard.comm import (
     all_gather_tensors,
     reduce_scatter_tensors,
 )
-from support.ranks import distributed
+from support.ranks import distributed, world
 
 
 class _NoInPlace:
@@ -100,8 +99,7 @@ class _SaysTrue(ProcessGroupTransport):
 def test_a_choice_that_answers_wrongly_is_named_on_every_rank(
     choices: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     spec = TensorSpec(shape=(8,), dtype=torch.float32)
     with pytest.raises(error, match=message):
         all_gather_tensors([torch.ones(4)], [spec], group, comm=DefaultAllGather(**choices))
@@ -127,8 +125,7 @@ def test_a_subclass_that_answers_wrongly_is_named_and_not_its_transport() -> Non
 
 @distributed(2)
 def test_lists_travel_through_the_collective_that_is_handed_in() -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     spec = TensorSpec(shape=(3,), dtype=torch.float32)
     sent: list[str] = []
 

@@ -25,7 +25,7 @@ from fullshard.comm.collectives.coalescing import (
     configs_coalesce,
 )
 from fullshard.comm.same_host import same_host
-from support.ranks import distributed
+from support.ranks import distributed, new_group
 
 CPU = torch.device("cpu")
 
@@ -96,8 +96,7 @@ def test_configs_coalesce_that_differ_in_their_names_only() -> None:
     assert not configs_coalesce(one, make_config())  # other streams
     assert not configs_coalesce(one, replace(one, comm=DefaultAllGather()))
     assert not configs_coalesce(one, replace(one, comm=OwnAllGather(transport=transport)))
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
+    group = new_group()
     assert not configs_coalesce(one, replace(one, process_group=group))
     dist.destroy_process_group(group)
 

@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.runtime import compat
-from support.ranks import distributed
+from support.ranks import distributed, world
 
 
 @distributed(2)
 def test_the_newest_names_are_used_so_that_nothing_warns() -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         output = torch.zeros(2)

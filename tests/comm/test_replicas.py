@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard.comm import (
-    CollectiveMismatchError,
     RankMajorLayout,
-    SharedMemoryError,
     SharedMemoryTransport,
     TensorSpec,
     all_reduce_shards,
@@ -28,17 +26,11 @@ from fullshard.comm.same_host.shared_group import shared_group
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
 from support.apart import private_memory
 from support.collectives import reduce_config
-from support.ranks import cpu_mesh, distributed, world
+from support.ranks import cpu_mesh, distributed, new_group, world
 
 SHARED = SharedMemoryTransport()
 SUM = dist.ReduceOp.SUM
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
-
-
-def new_group() -> dist.ProcessGroup:
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def numbers_of(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -80,33 +72,6 @@ def test_ranks_that_share_memory_get_the_sum_in_rank_order(
             assert torch.equal(tensor, in_rank_order(numel, dtype, op, world_size))
 
 
-@pytest.mark.parametrize("last", range(4))
-@distributed(4)
-def test_the_sum_does_not_depend_on_who_comes_last(last: int) -> None:
-    group, others = world(), new_group()
-    SHARED.all_reduce(torch.ones(5000), SUM, group, False)  # the first that large meets
-    tensor = numbers_of(dist.get_rank(), 5000)
-    if dist.get_rank() == last:
-        dist.barrier(others)  # all others have launched
-    work = SHARED.all_reduce(tensor, SUM, group, True)
-    if dist.get_rank() != last:
-        dist.barrier(others)
-    assert work is not None
-    work.wait()
-    assert torch.equal(tensor, in_rank_order(5000, torch.float32, SUM, 4))
-    dist.destroy_process_group(others)
-
-
-@distributed(2)
-def test_one_may_be_launched_after_another_before_either_is_waited_for() -> None:
-    tensors = [numbers_of(dist.get_rank(), 1000 * (1 + number)) for number in range(60)]
-    works = [SHARED.all_reduce(tensor, SUM, world(), True) for tensor in tensors]
-    for work, tensor in reversed(list(zip(works, tensors, strict=True))):
-        assert work is not None
-        work.wait()
-        assert torch.equal(tensor, in_rank_order(tensor.numel(), torch.float32, SUM, 2))
-
-
 @distributed(2)
 def test_what_cannot_be_reduced_is_refused_before_anything_is_sent() -> None:
     before = shared_group(world()).launched
@@ -120,18 +85,6 @@ def test_what_cannot_be_reduced_is_refused_before_anything_is_sent() -> None:
         SHARED.all_reduce(torch.ones(1), dist.ReduceOp.BOR, world(), False)
     assert SHARED.all_reduce(torch.zeros(0), SUM, world(), True) is None
     assert shared_group(world()).launched == before
-
-
-@distributed(2)
-def test_ranks_that_come_to_different_collectives_are_told() -> None:
-    group = new_group()
-    with pytest.raises(CollectiveMismatchError) as caught:
-        SHARED.all_reduce(torch.ones(1 + dist.get_rank()), SUM, group, False)
-    said = str(caught.value)
-    assert "an all-reduce of" in said and "bytes per rank" in said
-    with pytest.raises(SharedMemoryError, match="out of use since"):
-        SHARED.all_reduce(torch.ones(1), SUM, group, False)
-    dist.destroy_process_group(group)
 
 
 @distributed(2)

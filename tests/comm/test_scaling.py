@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fullshard.comm import ReduceScaling, reduction_scaling
 from fullshard.comm.layouts.scaling import backend_averages
-from support.ranks import distributed
+from support.ranks import distributed, world
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -113,8 +113,7 @@ def test_a_world_without_ranks_and_an_integer_dtype_are_refused() -> None:
 
 @distributed(2)
 def test_gloo_is_not_asked_to_average() -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     assert not backend_averages(group, torch.float32)
     assert not backend_averages(group, torch.float32, torch.device("cpu"))
 

@@ -28,7 +28,7 @@ from fullshard.comm import (
 )
 from fullshard.comm.same_host import shared_peers, shared_regions
 from fullshard.comm.same_host.shared_group import shared_group
-from support.ranks import distributed, run_on_ranks, world
+from support.ranks import distributed, new_group, run_on_ranks, world
 from support.threads.ranks import ThreadRank, run_on_threads
 
 CPU = torch.device("cpu")
@@ -45,13 +45,8 @@ DTYPES = [
     torch.int8,
     torch.uint8,
 ]
+KINDS = ["gather", "reduction", "all-reduce"]
 OTHER_DTYPES = [torch.bool, torch.complex64, torch.float8_e4m3fn]
-
-
-def new_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
-    group = dist.new_group(ranks, use_local_synchronization=ranks is not None)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def part_of(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
@@ -120,18 +115,23 @@ def test_a_reduction_does_not_depend_on_who_comes_first(
     inputs = [
         torch.randn(64 * world_size, generator=generator).to(dtype) for _ in range(world_size)
     ]
-    wanted = in_rank_order([each.chunk(world_size)[rank] for each in inputs])
-    # A collective that is larger than any before meets: that must not be one that waits for a rank.
-    finish(SHARED.reduce_scatter(torch.empty(64, dtype=dtype), inputs[rank], world(), SUM, False))
+    wanted = in_rank_order(inputs)
+    # Ranks meet where memory must grow: that must not be where one of them waits for another.
+    finish(SHARED.all_reduce(torch.ones(512 * world_size), SUM, world(), False))
     for late in range(world_size):
-        output = torch.empty(64, dtype=dtype)
+        part, total = torch.empty(64, dtype=dtype), inputs[rank].clone()
         if rank == late:
             dist.barrier()
-        work = SHARED.reduce_scatter(output, inputs[rank].clone(), world(), SUM, True)
+        works = [
+            SHARED.reduce_scatter(part, inputs[rank].clone(), world(), SUM, True),
+            SHARED.all_reduce(total, SUM, world(), True),
+        ]
         if rank != late:
             dist.barrier()
-        finish(work)
-        assert torch.equal(output, wanted)
+        for work in works:
+            finish(work)
+        assert torch.equal(total, wanted)
+        assert torch.equal(part, wanted.chunk(world_size)[rank])
 
 
 @pytest.mark.parametrize("transport", [SHARED, ProcessGroupTransport()], ids=["shared", "gloo"])
@@ -148,19 +148,21 @@ def test_nothing_is_sent_of_nothing(transport: Transport) -> None:
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     calls=st.lists(
-        st.tuples(st.integers(0, 3000), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 5)),
+        st.tuples(
+            st.integers(0, 3000), st.sampled_from(DTYPES), st.sampled_from(KINDS), st.integers(0, 5)
+        ),
         min_size=1,
         max_size=30,
     )
 )
 def test_any_sequence_of_collectives_gives_what_its_definition_says(
-    calls: list[tuple[int, torch.dtype, bool, int]],
+    calls: list[tuple[int, torch.dtype, str, int]],
 ) -> None:
     run_on_ranks(_any_sequence, 4, calls)
 
 
-def _any_sequence(calls: list[tuple[int, torch.dtype, bool, int]]) -> None:
-    """Gathers and reductions of any size, each waited for some calls later than it was launched.
+def _any_sequence(calls: list[tuple[int, torch.dtype, str, int]]) -> None:
+    """Collectives of any size, each waited for some calls later than it was launched.
 
     The largest travel in spans.
     """
@@ -169,17 +171,20 @@ def _any_sequence(calls: list[tuple[int, torch.dtype, bool, int]]) -> None:
 
 
 def _launch_and_compare(
-    group: dist.ProcessGroup, calls: list[tuple[int, torch.dtype, bool, int]]
+    group: dist.ProcessGroup, calls: list[tuple[int, torch.dtype, str, int]]
 ) -> None:
     rank, size = group.rank(), group.size()
     flying: list[tuple[int, dist.Work | None, torch.Tensor, torch.Tensor]] = []
-    for number, (numel, dtype, gathers, delay) in enumerate(calls):
+    for number, (numel, dtype, kind, delay) in enumerate(calls):
         parts = [part_of(each, numel * size, dtype, salt=number) for each in range(size)]
-        if gathers:
+        if kind == "gather":
             output = torch.zeros(numel * size).to(dtype)
             own = [each[:numel].clone() for each in parts]
             wanted = torch.cat(own)
             work = SHARED.all_gather(output, own[rank], group, True)
+        elif kind == "all-reduce":
+            output, wanted = parts[rank].clone(), in_rank_order(parts)
+            work = SHARED.all_reduce(output, SUM, group, True)
         else:
             output = torch.zeros(numel).to(dtype)
             wanted = in_rank_order([each.view(size, -1)[rank] for each in parts])
@@ -244,8 +249,7 @@ def test_a_rank_may_launch_any_number_before_it_waits_for_one(numel: int, world_
 @distributed(2)
 def test_a_rank_may_be_one_of_the_largest_collectives_ahead() -> None:
     """The other launches the second only after this one."""
-    group = dist.new_group(timeout=timedelta(seconds=20))
-    assert isinstance(group, dist.ProcessGroup)
+    group = new_group(timeout=timedelta(seconds=20))
     outputs = [torch.zeros(600_000) for _ in range(2)]
 
     def launch(number: int) -> dist.Work | None:
@@ -449,20 +453,24 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
     assert output.all()
 
 
-@pytest.mark.parametrize("what", ["kind", "size", "dtype", "growth"])
+@pytest.mark.parametrize("what", ["kind", "size", "dtype", "growth", "all-reduce"])
 @distributed(2)
 def test_ranks_that_come_to_different_collectives_are_told(what: str) -> None:
     group = new_group()
     rank = world().rank()
     SHARED.all_gather(torch.zeros(2), torch.zeros(1), group, False)
-    numel = 1 + rank if what == "size" else 1 + rank * 900_000 if what == "growth" else 1
+    numel = {"size": 1 + rank, "all-reduce": 1 + rank, "growth": 1 + rank * 900_000}.get(what, 1)
     dtype = torch.int32 if what == "dtype" and rank else torch.float32
     with pytest.raises(CollectiveMismatchError) as caught:
-        if what == "kind" and rank:
+        if what == "all-reduce":
+            SHARED.all_reduce(torch.zeros(numel), SUM, group, False)
+        elif what == "kind" and rank:
             SHARED.all_gather(torch.zeros(2 * numel), torch.zeros(numel), group, False)
         else:
             given_in = torch.zeros(2 * numel, dtype=dtype)
             SHARED.reduce_scatter(torch.zeros(numel, dtype=dtype), given_in, group, SUM, False)
-    assert f"rank {1 - rank}" in str(caught.value) or f"rank {rank} came to" in str(caught.value)
+    said = str(caught.value)
+    assert f"rank {1 - rank}" in said or f"rank {rank} came to" in said
+    assert what != "all-reduce" or ("an all-reduce of" in said and "bytes per rank" in said)
     with pytest.raises(SharedMemoryError, match="out of use since"):
         SHARED.all_gather(torch.zeros(2), torch.zeros(1), group, False)

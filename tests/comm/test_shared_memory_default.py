@@ -21,15 +21,9 @@ from fullshard.comm import (
 from fullshard.comm.same_host import shared_peers
 from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.same_host.shared_group import shared_group
-from support.ranks import distributed
+from support.ranks import distributed, new_group
 
 SUM = dist.ReduceOp.SUM
-
-
-def new_group() -> dist.ProcessGroup:
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def use(group: dist.ProcessGroup, numel: int = 3) -> None:
@@ -106,8 +100,7 @@ def test_a_host_without_such_memory_exchanges_over_the_process_group() -> None:
 
 @distributed(2)
 def test_one_rank_needs_nobody() -> None:
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
+    group = new_group([dist.get_rank()])
     assert default_all_gather(group).transport == SelfTransport()
     use(group)
 

@@ -20,16 +20,10 @@ import torch.distributed as dist
 from comm.stand_ins import no_larger_files_than
 from fullshard.comm import PeerLostError, SharedMemoryError, SharedMemoryTransport
 from fullshard.comm.same_host.shared_group import shared_group
-from support.ranks import RanksFailed, distributed, run_on_ranks
+from support.ranks import RanksFailed, distributed, new_group, run_on_ranks
 
 SHARED = SharedMemoryTransport()
 SUM = dist.ReduceOp.SUM
-
-
-def new_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    group = dist.new_group(timeout=timeout)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def give_up(group: dist.ProcessGroup) -> None:

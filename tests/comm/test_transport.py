@@ -17,7 +17,7 @@ from fullshard.comm import (
 )
 from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.transports.transport import adapted
-from support.ranks import distributed
+from support.ranks import distributed, world
 
 
 class _Group:
@@ -61,8 +61,7 @@ def test_self_is_for_one_rank_only() -> None:
 )
 @distributed(2)
 def test_a_gather_moves_any_dtype_in_place(dtype: torch.dtype) -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     rank = group.rank()
     output = torch.zeros(6).to(dtype)
     own = output[3 * rank : 3 * rank + 3]
@@ -76,8 +75,7 @@ def test_a_gather_moves_any_dtype_in_place(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("async_op", [True, False])
 @distributed(2, 4)
 def test_a_reduce_scatter_sums_each_ranks_part(async_op: bool, world_size: int) -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     given = torch.arange(2.0 * world_size) * (group.rank() + 1)
     output = torch.zeros(2)
     op = dist.ReduceOp.SUM

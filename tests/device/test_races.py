@@ -7,11 +7,9 @@ order on a simulation; here the same code really runs late.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from support.device.pace import Pace, pace_of
 from support.pool.messages import Outcome
@@ -19,6 +17,7 @@ from support.races.mutations import MUTATIONS, Mutation, mutated
 from support.races.on_device import Results, outcome
 from support.races.programs import OPTIONS, PROGRAMS
 from support.ranks import RanksFailed, run_on_ranks
+from support.surface.ranks import everyone
 
 pytestmark = pytest.mark.device
 
@@ -61,9 +60,7 @@ def _pace_that_shows(mutation: Mutation, count: int) -> int | None:
     with mutated(mutation):
         for number in range(count):
             wrong = not _equal(outcome(mutation.program, sizes, pace_of(number)), expected)
-            ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(ranks, wrong)
-            if any(ranks):
+            if any(everyone(wrong)):
                 return number
     return None
 

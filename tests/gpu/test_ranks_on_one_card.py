@@ -24,7 +24,7 @@ from fullshard.comm import (
     reduction_scaling,
 )
 from fullshard.sharding import fully_shard
-from support.ranks import distributed
+from support.ranks import distributed, world
 from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
 from support.wide.gpu import CARD, card, card_mesh, late
@@ -72,8 +72,7 @@ def _refusal() -> str:
     world_size = dist.get_world_size()
     value = torch.ones(world_size, device=CARD)
     try:
-        group = dist.group.WORLD
-        assert group is not None
+        group = world()
         reduce_scatter_tensors([value], None, group)
         specs = specs_of((torch.float32,))[:1]
         shard = torch.ones(specs[0].shard_shape(dist.get_rank(), world_size), device=CARD)

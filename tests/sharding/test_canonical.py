@@ -27,6 +27,7 @@ from fullshard.sharding.hooks.lookup import the_state
 from fullshard.sharding.hooks.static_schedule import Event, Step, backward_steps, forward_steps
 from support.modules import Assembled
 from support.ranks import distributed
+from support.surface.ranks import everyone
 
 WIDTH = 6
 Plan = str
@@ -118,9 +119,7 @@ def assert_same_collectives() -> Iterator[EventLog]:
     with observe(log):
         yield log
     mine = [(str(e.kind), e.name, e.nbytes) for e in log.events if e.kind in COLLECTIVES]
-    everyone: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    assert mine and all(each == mine for each in everyone)
+    assert mine and all(each == mine for each in everyone(mine))
 
 
 PLANS = {

@@ -21,6 +21,7 @@ from support.events.recorder import (
 )
 from support.modules import Assembled
 from support.ranks import distributed
+from support.surface.ranks import everyone
 
 
 def step(net: nn.Module, **kwargs: Any) -> None:
@@ -75,9 +76,8 @@ def test_ranks_that_use_different_parameters_issue_the_same_collectives() -> Non
         model(batch(), used).sum().backward()
         plain(batch(), used).sum().backward()
     calls = [call for call in recorder.calls if not call.startswith("wait")]
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, (calls, recorder.reduced_numels))
-    assert all(each == everyone[0] for each in everyone)
+    found = everyone((calls, recorder.reduced_numels))
+    assert all(each == found[0] for each in found)
     assert_close_to(full_gradients(model), averaged_gradients(plain))
 
 

@@ -27,6 +27,7 @@ from support.events.recorder import (
     record,
 )
 from support.ranks import distributed
+from support.surface.ranks import everyone
 
 RESHARD = pytest.mark.parametrize("reshard", [True, False, None])
 
@@ -43,9 +44,7 @@ def check_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     net(batch(seed=2, requires_grad=True)).square().sum().backward()
     calls = [call for call in recorder.calls if not call.startswith("wait")]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, calls)
-    assert all(each == calls for each in everyone)
+    assert all(each == calls for each in everyone(calls))
     plain = make_net(None)
     plain(batch(seed=2)).square().sum().backward()
     assert_close_to(full_gradients(net), averaged_gradients(plain))

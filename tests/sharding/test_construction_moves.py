@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import fully_shard
+from support.parity.compare import full
 from support.ranks import distributed
 from support.surface.model import WIDTH, Net, batch, build, sharded, train
-from support.surface.ranks import full
 from support.surface.ties import Tied
 
 

@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import FSDPModule, fully_shard
+from support.parity.compare import full
 from support.ranks import distributed
 from support.surface.model import build, train
-from support.surface.ranks import full, full_parameters
+from support.surface.ranks import full_parameters
 from support.surface.ties import Tied
 
 

@@ -16,9 +16,10 @@ from fullshard.sharding import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from support.parity.compare import full
 from support.ranks import distributed
 from support.surface.model import WIDTH, batch, build, sharded, train
-from support.surface.ranks import assert_equal_state, full, full_parameters
+from support.surface.ranks import assert_equal_state, full_parameters
 
 
 class _Model(nn.Linear):

@@ -18,6 +18,7 @@ from fullshard.comm import DefaultAllGather, ProcessGroupTransport
 from fullshard.comm.same_host.shared_segment import SegmentFile
 from fullshard.sharding import fully_shard, unsharded
 from support.ranks import distributed
+from support.surface.ranks import everyone
 
 
 def make(**options: Any) -> Any:
@@ -50,10 +51,8 @@ def poke(weight: torch.Tensor) -> list[float]:
 
 def seen_by_rank_1(pair: list[float]) -> bool:
     """Whether rank 1 saw the change that rank 0 made."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, pair)
-    before, after = everyone[1]
-    assert before != 123.0 and everyone[0][1] == 123.0
+    (_, written), (before, after) = everyone(pair)
+    assert before != 123.0 and written == 123.0
     return bool(after == 123.0)
 
 

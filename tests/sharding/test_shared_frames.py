@@ -28,7 +28,7 @@ from fullshard.sharding import fully_shard, unsharded
 from support.apart import private_memory
 from support.modules import Assembled
 from support.products import few
-from support.ranks import distributed
+from support.ranks import distributed, world
 
 WIDTH = 64
 LAYERS = 8
@@ -237,8 +237,7 @@ def test_large_frames_are_given_back_after_a_step_and_after_an_evaluation() -> N
 
 def shared() -> SharedMemoryStatistics:
     gc.collect()
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     return shared_memory_statistics(group)
 
 

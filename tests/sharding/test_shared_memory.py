@@ -27,7 +27,7 @@ from fullshard.comm import (
 from fullshard.comm.same_host.shared_group import shared_group
 from fullshard.sharding import FSDPModule, fully_shard
 from support.products import few
-from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
+from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks, world
 from support.wide.model import gradients_by_ranks, loss_of, make_batch, make_stack
 
 
@@ -65,8 +65,7 @@ def test_the_collectives_are_those_of_the_default_and_went_through_the_segment()
         for block in model.blocks:
             fully_shard(block, mesh=cpu_mesh())
         through(transport, fully_shard(model, mesh=cpu_mesh()))
-        group = dist.group.WORLD
-        assert group is not None
+        group = world()
         batch = make_batch(2, 0).chunk(2)[dist.get_rank()]
         loss_of(model, batch).backward()  # ranks compare their models first, in the segment, too
         before = shared_group(group).launched

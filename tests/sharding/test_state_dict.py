@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import full_state_dict, fully_shard, load_full_state_dict
 from fullshard.sharding.params.param import FSDPParam
+from support.parity.compare import full
 from support.ranks import cpu_mesh, distributed
 from support.surface.model import WIDTH, batch, build, sharded, train
-from support.surface.ranks import assert_equal_state, everyone, full, full_parameters
+from support.surface.ranks import assert_equal_state, everyone, full_parameters
 
 # -- saving ---------------------------------------------------------------------------------------
 

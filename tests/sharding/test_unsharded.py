@@ -19,6 +19,7 @@ from support.parity.engines import shard
 from support.parity.models import CASES, build
 from support.ranks import cpu_mesh, distributed
 from support.surface.errors import says
+from support.surface.ranks import everyone
 
 WAYS = pytest.mark.parametrize("cpu", [False, True], ids=["device", "cpu"])
 RANKS = pytest.mark.parametrize("rank0", [False, True], ids=["all-ranks", "rank0"])
@@ -169,9 +170,7 @@ def test_the_first_rank_alone_may_run_forward_where_it_alone_is_full() -> None:
                 net(batch())
     recorder = record(net)
     net(batch()).sum().backward()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, recorder.calls)
-    assert all(each == everyone[0] for each in everyone)
+    assert all(each == recorder.calls for each in everyone(recorder.calls))
 
 
 @distributed(2)

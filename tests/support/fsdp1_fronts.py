@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from support.parity.compare import full
 from support.ranks import cpu_mesh
 from support.surface.model import WIDTH, Block, build
-from support.surface.ranks import full
 
 
 class Front:

@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ __all__ = [
     "RanksFailed",
     "cpu_mesh",
     "distributed",
+    "new_group",
     "ranks_at_pace",
     "run_on_ranks",
     "shutdown_pools",
@@ -174,4 +176,13 @@ def world() -> dist.ProcessGroup:
     """The process group of all ranks."""
     group = dist.group.WORLD
     assert group is not None
+    return group
+
+
+def new_group(
+    ranks: list[int] | None = None, *, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """A process group of its own of all ranks, or of ``ranks``, which alone call it then."""
+    group = dist.new_group(ranks, timeout, use_local_synchronization=ranks is not None)
+    assert isinstance(group, dist.ProcessGroup)
     return group

@@ -16,16 +16,9 @@ from fullshard.comm import AllGather, DefaultAllGather, default_all_gather
 from fullshard.sharding import RankMismatchError, fully_shard
 from fullshard.wire import ErrorFeedback, Quantised, WirePolicy
 from fullshard.wire.hosts import Grid, grid_of, levels_of
-from support.ranks import cpu_mesh, distributed, run_on_ranks
+from support.ranks import cpu_mesh, distributed, run_on_ranks, world
 from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
 
 # -- arithmetic -----------------------------------------------------------------------------------
 

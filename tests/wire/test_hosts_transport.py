@@ -32,7 +32,7 @@ from fullshard.wire import HostsTransport, Quantised, WirePolicy
 from fullshard.wire.turns import Turns
 from support.collectives import Allocates, drawn_gradients, reduce_config, shard_of
 from support.products import few
-from support.ranks import RanksFailed, distributed, run_on_ranks
+from support.ranks import RanksFailed, distributed, new_group, run_on_ranks, world
 from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
 
@@ -41,12 +41,6 @@ shapes = st.sampled_from(
     [((5, 3), 0), ((), 0), ((3, 7), 1), ((2, 9, 4), 1), ((0, 3), 0), ((70,), 0)]
 )
 FORMS = (None, torch.bfloat16, torch.float16, Quantised(torch.int8, 16))
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def drawn(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -176,8 +170,7 @@ def test_gathers_bring_what_each_rank_has(
 def test_ranks_of_one_host_need_not_follow_one_another(world_size: int) -> None:
     """Ranks 0 and 2 are on one host, 1 and 3 on the other."""
     rank, transport = dist.get_rank(), HostsTransport("names")
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
+    group = new_group()
     with patch.object(socket, "gethostname", lambda: f"host {rank % 2}"):
         gathered, reduced = torch.empty(world_size * 5), torch.empty(5)
         work = transport.all_gather(gathered, drawn(rank, 5), group, True)

@@ -29,7 +29,7 @@ from fullshard.wire import Quantised, WidenedReducePlan
 from fullshard.wire.blocks import in_blocks
 from fullshard.wire.reduction import add_widened
 from support.collectives import Allocates, drawn_gradients, reduce_config, shard_of
-from support.ranks import distributed
+from support.ranks import distributed, world
 from support.threads.ranks import ThreadRank, run_on_threads
 
 FORMS = (torch.float32, torch.bfloat16, torch.float16)
@@ -112,8 +112,7 @@ def test_a_sum_is_off_by_half_a_unit_of_each_part_at_most(
 
 @distributed(2)
 def test_what_a_sum_in_bf16_loses_arrives() -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     spec = TensorSpec(shape=(2000,), dtype=torch.float32)
     layout = RankMajorLayout([spec], 2, mask_numel=1)
     scaling = reduction_scaling(2, torch.float32, averages=False, divide_factor=1.0)
@@ -156,8 +155,7 @@ class _Own(Allocates):
 
 @distributed(1)
 def test_what_cannot_be_reduced_so_is_refused_by_the_groups_name() -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     spec = TensorSpec(shape=(4,), dtype=torch.float32)
     layout, narrow = RankMajorLayout([spec], 1), replace(spec, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"blocks\.0: .* _Own is a reduce-scatter of your own"):

@@ -33,9 +33,10 @@ from fullshard.wrappers.fairscale import (
 from support import fsdp1_fronts
 from support.fsdp1_fronts import close, equal, gradients, loss_of, mean_gradients, rows
 from support.modules import Assembled
+from support.parity.compare import full
 from support.ranks import distributed
 from support.surface.model import Net, batch, build, train
-from support.surface.ranks import assert_equal_state, everyone, full, full_parameters
+from support.surface.ranks import assert_equal_state, everyone, full_parameters
 from wrappers.scripts import fairscale_tutorial
 
 

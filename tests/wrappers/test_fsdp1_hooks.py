@@ -27,7 +27,7 @@ from support.fsdp1_fronts import (
     up_to_order,
 )
 from support.products import few
-from support.ranks import distributed
+from support.ranks import distributed, world
 
 HALF = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}
 
@@ -226,8 +226,7 @@ def test_a_states_factors_are_torchs() -> None:
         (comm_hooks.DefaultState, torch_hooks.DefaultState),
         (comm_hooks.LowPrecisionState, torch_hooks.LowPrecisionState),
     ):
-        group = dist.group.WORLD
-        assert group is not None
+        group = world()
         mine, its = ours(group), theirs(group)
         for name in ("world_size", "gradient_predivide_factor", "gradient_postdivide_factor"):
             assert getattr(mine, name) == getattr(its, name)

@@ -27,10 +27,11 @@ from support.fsdp1_fronts import (
     unsharded_steps,
 )
 from support.named_optimizer import NamedAdamW
+from support.parity.compare import full
 from support.products import few
 from support.ranks import distributed
 from support.surface.model import Net, build, sharded
-from support.surface.ranks import full, full_parameters
+from support.surface.ranks import full_parameters
 
 STEPS = 2
 

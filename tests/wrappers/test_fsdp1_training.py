@@ -36,7 +36,7 @@ from support.fsdp1_fronts import (
 )
 from support.modules import Assembled, in_turn
 from support.products import few
-from support.ranks import cpu_mesh, distributed
+from support.ranks import cpu_mesh, distributed, world
 from support.surface.model import Block, build
 
 SHARDED = ["FULL_SHARD", "SHARD_GRAD_OP"]
@@ -119,12 +119,10 @@ def test_one_process_group_shards_among_its_own_ranks(strategy: str) -> None:
 @distributed(2, 4, matrix=[4])
 def test_the_whole_world_as_a_group_or_a_mesh_is_the_default() -> None:
     ours = steps_of(OURS, OURS.wrapped())
-    world = dist.group.WORLD
-    assert world is not None
     for arguments in (
-        {"process_group": world},
+        {"process_group": world()},
         {"device_mesh": cpu_mesh()},
-        {"device_mesh": DeviceMesh.from_group(world, "cpu")},
+        {"device_mesh": DeviceMesh.from_group(world(), "cpu")},
     ):
         equal(ours, steps_of(OURS, OURS.wrapped(**arguments)))
 

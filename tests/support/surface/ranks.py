@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, EventLog
+from support.parity.compare import full
 
 
 def everyone(value: Any) -> list[Any]:
@@ -17,12 +17,6 @@ def everyone(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, whether it came as a ``DTensor`` or not."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
 
 
 def full_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
