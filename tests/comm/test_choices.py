@@ -117,8 +117,7 @@ class _SaysOkay(DefaultAllGather):
 
 @distributed(2)
 def test_a_subclass_that_answers_wrongly_is_named_and_not_its_transport() -> None:
-    group, spec = dist.group.WORLD, TensorSpec(shape=(8,), dtype=torch.float32)
-    assert group is not None
+    group, spec = world(), TensorSpec(shape=(8,), dtype=torch.float32)
     with pytest.raises(TypeError, match=r"^_SaysOkay gave 'ok'"):
         all_gather_tensors([torch.ones(4)], [spec], group, comm=_SaysOkay())
 

@@ -64,9 +64,7 @@ def test_replicas_of_shards_train_as_the_unsharded_model(tmp_path: Path) -> None
     config = small_config(optim={"epsilon": EPSILON}, parallel={"mesh": "2x2"})
     expected, model = _plain_training(config)
     ran: list[Ran] = run_on_ranks(_run, 4, config, tmp_path)
-    assert losses(ran[0].records) == pytest.approx(expected, rel=RELATIVE)
-    for name, weight in model.named_parameters():
-        torch.testing.assert_close(ran[0].weights[name], weight, rtol=RELATIVE, atol=ABSOLUTE)
+    assert_trained_as(ran[0], expected, model)
     assert run_on_ranks(_shape_of_mesh, 4, config) == [(2, 2)] * 4
 
 
