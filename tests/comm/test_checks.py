@@ -154,8 +154,8 @@ def test_bad_gradients_are_refused_before_any_collective(
         foreach_reduce(gradients, layout, reduce_config(group_of(0, 2)))
 
 
-DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bfloat16)
-DTYPES += (torch.float32, torch.float64, torch.complex64)
+DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bfloat16]
+DTYPES += [torch.float32, torch.float64, torch.complex64]
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")

@@ -28,9 +28,10 @@ from fullshard.optim.tiers.state_file import StateFile
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import clip_grad_norm_, fully_shard
 from support.optim.wide import Wide
+from support.parity.compare import full
 from support.ranks import cpu_mesh, distributed
 from support.surface.model import batch, build, sharded, train
-from support.surface.ranks import everyone, full, full_parameters
+from support.surface.ranks import everyone, full_parameters
 
 STEPS = 4
 Maker = Callable[[nn.Module], Optimizer]

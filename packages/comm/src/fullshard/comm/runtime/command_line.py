@@ -59,6 +59,6 @@ class CommandParser(argparse.ArgumentParser):
         """Return the parser of the command that was chosen among this one's, if it has some."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                chosen = action.choices.get(getattr(given, action.dest, None))
+                chosen = action.choices.get(getattr(given, action.dest, None) or "")
                 return chosen if isinstance(chosen, CommandParser) else None
         return None

@@ -150,7 +150,7 @@ def _watch_accelerate(shard_on_cpu: bool) -> None:
     def act(state: ModuleType) -> None:
         watched = watched_init(state, shard=shard_on_cpu)
         if watched is not None:
-            _add(Binding(watched[0], "__init__", watched[0].__init__, watched[1]))
+            _add(Binding(watched[0], "__init__", vars(watched[0])["__init__"], watched[1]))
 
     if not _watches:
         _watches.append(ImportWatch(MODULE, act))
