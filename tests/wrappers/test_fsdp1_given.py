@@ -166,3 +166,33 @@ def test_the_size_based_policy_has_its_defaults_as_attributes() -> None:
             policy.EXCLUDE_WRAP_MODULES = kept
         found.append([*said, policy(nn.Linear(2, 2), False, 9, min_num_params=4)])
     assert found[0] == found[1]
+
+
+def _move_as_verl(front: Front, model: Any) -> None:
+    """Moves all shards to the CPU, where they are, by the handles, as verl does between steps."""
+    for module in front.module.fsdp_modules(model):
+        if module._has_params:
+            handle = module._handle
+            before = handle.flat_param
+            assert before.data.size() == before._local_shard.size()
+            assert before.data.data_ptr() == before._local_shard.data_ptr()
+            handle.flat_param_to(torch.device("cpu"), non_blocking=True)
+            before._local_shard = before.data
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@distributed(2)
+def test_shards_are_moved_between_steps_by_the_handles_as_verl_does_it(
+    use_orig_params: bool,
+) -> None:
+    found = []
+    for front in (OURS, TORCH):
+        model = front.wrapped(use_orig_params=use_orig_params)
+        optimizer = sgd(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(rows(step)).square().sum().backward()
+            optimizer.step()
+            _move_as_verl(front, model)
+        found.append(full_state(front, model))
+    close(*found)
