@@ -139,11 +139,12 @@ def test_a_parameter_that_a_hook_or_a_closure_adds_is_stepped_as_any(how: str) -
     found = []
     for each in (model, expected):
         each(torch.ones(2, 8)).sum().backward()
+        params = list(each.parameters())
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
 
-        def add(*given: Any, each: Any = each, optimizer: Any = optimizer) -> None:
+        def add(*given: Any, params: Any = params, optimizer: Any = optimizer) -> None:
             if len(optimizer.param_groups) == 1:
-                optimizer.add_param_group({"params": list(each.parameters())})
+                optimizer.add_param_group({"params": params})
 
         with torch.no_grad():
             each(torch.ones(2, 8))  # the root stays full

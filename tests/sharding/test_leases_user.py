@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fullshard.comm import DefaultAllGather, ProcessGroupTransport
 from fullshard.sharding import fully_shard
 from fullshard.sharding import unsharded as fullshard_unsharded
 from fullshard.sharding.base.states import LeaseKind, ShardedState
+from fullshard.sharding.hooks.lookup import the_state
 from support.events.models import batch, make_net
 from support.events.recorder import (
     Recorder,
@@ -291,7 +293,9 @@ def test_a_gather_by_hand_is_asynchronous_if_the_user_asks_for_it(async_op: bool
     model: Any = fully_shard(nn.Linear(4, 4))
     noting = _Noting()
     model.set_custom_all_gather(noting)
-    handle = model.unshard(async_op=async_op)
+    streams = the_state(model).context.shared.streams
+    with mock.patch.object(streams, "asynchronous_work", False):  # as a device with streams has it
+        handle = model.unshard(async_op=async_op)
     assert noting.asked == [async_op]
     assert isinstance(model.weight, DTensor) == async_op  # until the handle is waited for
     if handle is not None:

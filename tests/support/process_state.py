@@ -63,12 +63,12 @@ def _attributes() -> Iterator[tuple[str, object]]:
         if not isinstance(module, ModuleType):
             continue
         for name, value in list(vars(module).items()):
-            if isinstance(value, type):
+            if issubclass(type(value), type):  # isinstance reads an attribute, of which torch warns
                 yield f"{module.__name__}.{name}", value
                 if value.__module__.partition(".")[0] == "torch":
                     where = f"{value.__module__}.{value.__qualname__}"
                     yield from ((f"{where}.{key}", each) for key, each in vars(value).items())
-            elif callable(value):
+            elif hasattr(type(value), "__call__"):  # noqa: B004  # callable reads it, too
                 yield f"{module.__name__}.{name}", value
 
 
@@ -81,7 +81,7 @@ class ProcessState:
         self._attributes = {
             name: value
             for name, value in _attributes()
-            if callable(value) or hasattr(value, "__get__")
+            if hasattr(type(value), "__call__") or hasattr(type(value), "__get__")  # noqa: B004
         }
 
     def changed(self) -> set[str]:

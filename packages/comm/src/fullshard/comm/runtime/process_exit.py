@@ -33,8 +33,7 @@ _PATIENCE = 30.0  # seconds
 def finish_threads_at_exit() -> None:
     """Call ``let_threads_finish`` when this process ends. Later calls do nothing, without a frame.
 
-    Each way to a collective calls it: the configurations of gathers and reductions, and
-    ``check_collective``.
+    The configurations of gathers and reductions call this function, and ``check_collective``.
     """
     atexit.register(let_threads_finish)
 

@@ -1,4 +1,4 @@
-"""The groups of this process, and whether any changed since somebody last looked.
+"""The groups of this process, and snapshots that show whether a group changed.
 
 The main class is ``Snapshot``. Holds no group alive. The hooks of optimizers and the norm of
 gradients ask it before they reuse what they found out about parameters.

@@ -14,8 +14,8 @@ policy returns unmoved are not copied.
 
 Shadows over the shards' own memory are kept, with the state that is stepped, until the user or a
 step replaces an object in either. Finding that out must cost less than it saves, so flat lists are
-compared: what is to be avoided is a call in Python per parameter. What a step that raises has put
-into this state stays for the next step, as in a plain optimizer. Shadows that are copies live for
+compared: what is to be avoided is a call in Python per parameter. A step that raises leaves its
+changes in this state for the next step, as in a plain optimizer. Shadows that are copies live for
 one step; only what ``step`` is called with keeps them alive. Their state is made where they are and
 stays there. A closure computes on the parameters themselves, so copies are written back before it
 and read again after it. A wrapping optimizer's copies are treated likewise while the optimizer

@@ -14,10 +14,10 @@ ends none. An optimizer of a ``DTensor`` that no group owns may step copies of a
 parameters, and copy them back: it ends all. Finding them again must cost next to nothing, as most
 processes step often and change nothing about it: flat lists are compared.
 
-[Note: other optimizers] ``fully_shard`` does not know the optimizers, so torch's own list of hooks
-for all optimizers has one of ours, from the first ``fully_shard`` on. It returns at once for an
-optimizer without a sharded parameter, which gets no hook: unless it has hooks or a closure of the
-user's, which may give it one during the step.
+[Note: other optimizers] ``fully_shard`` does not know the optimizers. Therefore the first
+``fully_shard`` adds one hook to torch's list of hooks for all optimizers. The hook returns at once
+for optimizers without sharded parameters, and these get no hook of their own. An optimizer with
+hooks or a closure of the user is an exception: both may add sharded parameters during the step.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class _StepHooks:
     def put_on(self, optimizer: Optimizer) -> None:
         """Register the hooks: the last one before the step, and the first after it.
 
-        They are registered again if a user registered or cleared hooks since.
+        Registers again after a user registered or cleared hooks.
         """
         before, after = hooks_before_step(optimizer), hooks_after_step(optimizer)
         ids = [handle.id for handle in self._handles]

@@ -7,9 +7,9 @@ optimizers raise the errors of this module at the next use.
 leaves it its local shard: the new values are lost, and torch raises no error. Code that was written
 for plain parameters does this: it swaps in averages of weights for an evaluation and restores the
 weights afterwards, or divides ``param.grad.data`` by a loss scale. A subclass of ``DTensor`` could
-not help: see [Note: touch]. But each ``DTensor`` has a storage of its own, without memory. Nothing
-else refers to this storage, so the assignment frees it. A weak reference to the storage of a
-sharded parameter calls back then, and costs nothing before. A gradient is new in each step: its
+not help: see [Note: touch]. But each ``DTensor`` has a storage of its own, without memory, and the
+assignment frees this storage. A weak reference to the storage of a sharded parameter calls back
+then, and costs nothing before. A gradient is new in each step: its
 storage is noted when the gradient is made, and compared before the optimizer's step. References to
 the tensors themselves would not do, as ``torch.utils.swap_tensors`` refuses tensors that have any.
 """
@@ -97,7 +97,7 @@ def require_own_data(params: Iterable[Watched]) -> None:
 class NotedStorage(tuple[torch.UntypedStorage]):
     """The storage with which a gradient was made. Copies and pickles as an empty mapping.
 
-    It is the attribute ``noted_storage`` of the gradient.
+    The gradient has the note as its attribute ``noted_storage``.
     """
 
     __slots__ = ()
