@@ -246,29 +246,22 @@ class RootContext:
             ended, self._end = self._end, None
             self.steps += 1
             self.schedule.end()
-            by_hand = self.finalizes_by_hand
+            by_hand, is_last = self.finalizes_by_hand, self.is_last_backward
             try:
-                if by_hand:
-                    error = self._leave_backward()
-                else:
-                    error = self._finish_groups(is_last=self.is_last_backward)
+                error = self._leave_backward() if by_hand else self._finish_groups(is_last=is_last)
             except BaseException:
                 self._end = ended  # so the next forward sees that it did not
                 raise
-            if self.is_last_backward and not by_hand:
+            if is_last and not by_hand:
                 self.commit()
             if error:
                 raise RuntimeError(error)
 
     def _leave_backward(self) -> str:
-        """Note that a backward ended well, which ``finalize_backward`` is to finish.
+        """Leave a backward to ``finalize_backward``, and return an error or an empty string.
 
-        Groups without synchronisation are finished, since they have nothing to reduce: each
-        reshards according to its setting. Groups that a pipeline step holds are left, as its
-        backwards may be split.
-
-        Returns:
-            The error of the first group that has one, or an empty string.
+        Groups without synchronisation have nothing to reduce, and are finished now. Groups that a
+        pipeline step holds are left, as its backwards may be split.
         """
         error = ""
         for group in reversed(self.record.used):
