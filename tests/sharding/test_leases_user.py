@@ -293,7 +293,9 @@ def test_a_gather_by_hand_is_asynchronous_if_the_user_asks_for_it(async_op: bool
     model: Any = fully_shard(nn.Linear(4, 4))
     noting = _Noting()
     model.set_custom_all_gather(noting)
-    streams = the_state(model).context.shared.streams
+    state = the_state(model)
+    state.ensure_initialised()
+    streams = state.own_groups[0].gathering.config.streams
     with mock.patch.object(streams, "asynchronous_work", False):  # as a device with streams has it
         handle = model.unshard(async_op=async_op)
     assert noting.asked == [async_op]

@@ -68,7 +68,7 @@ def _attributes() -> Iterator[tuple[str, object]]:
                 if value.__module__.partition(".")[0] == "torch":
                     where = f"{value.__module__}.{value.__qualname__}"
                     yield from ((f"{where}.{key}", each) for key, each in vars(value).items())
-            elif hasattr(type(value), "__call__"):  # noqa: B004  # callable reads it, too
+            elif callable(value):
                 yield f"{module.__name__}.{name}", value
 
 
@@ -81,7 +81,7 @@ class ProcessState:
         self._attributes = {
             name: value
             for name, value in _attributes()
-            if hasattr(type(value), "__call__") or hasattr(type(value), "__get__")  # noqa: B004
+            if callable(value) or hasattr(type(value), "__get__")
         }
 
     def changed(self) -> set[str]:
