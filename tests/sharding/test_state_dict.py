@@ -345,7 +345,7 @@ def test_load_full_state_dict_from_every_ranks_own_copy() -> None:
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("elsewhere", ["nothing", "other values", "a full state dict"])
+@pytest.mark.parametrize("elsewhere", ["nothing", "other values", "a full state dict", "columns"])
 @distributed(2, 1, 4, matrix=[4])
 def test_load_full_state_dict_broadcasts_rank_0s(elsewhere: str) -> None:
     net = sharded(build(), reshard_after_forward=False)
@@ -354,6 +354,11 @@ def test_load_full_state_dict_broadcasts_rank_0s(elsewhere: str) -> None:
     state: dict[str, Any] = build(7).state_dict()
     if elsewhere == "a full state dict":
         state = full_state_dict(sharded(build(7)))  # whole on rank 0 and empty elsewhere
+    elif elsewhere == "columns":  # not contiguous, as the transposed weights of other libraries
+        state = {
+            key: value.mT.contiguous().mT if value.ndim > 1 else value
+            for key, value in state.items()
+        }
     elif dist.get_rank() != 0:
         state = {} if elsewhere == "nothing" else build(8).state_dict()
     load_full_state_dict(net, state, broadcast_from_rank0=True)

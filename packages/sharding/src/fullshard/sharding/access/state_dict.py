@@ -243,6 +243,7 @@ def load_full_state_dict(
     _check_shapes_of_rank0(module, state_dict)
     set_model_state_dict(
         module,
-        dict(state_dict),  # torch replaces its entries
+        # torch replaces the entries, and broadcasts memory in the order of a contiguous tensor
+        map_tensors(torch.Tensor.contiguous, dict(state_dict)),
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
     )
