@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,8 +84,9 @@ def test_without_the_option_nothing_is_verified() -> None:
 def test_a_suite_is_verified_when_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
-    def note(runs: Any, *_: Any) -> None:
+    def note(runs: Any, *_: Any) -> SimpleNamespace:
         asked.extend(run.settings.verify for run in runs)
+        return SimpleNamespace(runs=[])
 
     monkeypatch.setattr("fullshard_bench.cli.execute", note)
     assert main(["suite", "cpu", "--verify"]) == 0

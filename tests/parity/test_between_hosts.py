@@ -45,7 +45,7 @@ def two_hosts() -> Iterator[None]:
     """A context in which ranks 0 and 1 are on one host, 2 and 3 on another; forgotten after it."""
     with (
         patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank() // 2}"),
-        patch.object(shared_group, "_groups", WeakKeyDictionary()),
+        patch.object(shared_group, "GROUPS", WeakKeyDictionary()),
         patch.object(same_host, "_choices", WeakKeyDictionary()),
     ):
         yield

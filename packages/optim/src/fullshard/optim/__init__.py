@@ -10,12 +10,8 @@ from fullshard.optim.averaging import ExponentialMovingAverage
 from fullshard.optim.grouping import matrix_groups
 from fullshard.optim.muon import Muon
 from fullshard.optim.soap import SOAP
-from fullshard.optim.tiers.offloaded import (
-    FileTier,
-    OffloadedOptimizer,
-    OffloadStatistics,
-    StateOffloadError,
-)
+from fullshard.optim.tiers.offloaded import OffloadedOptimizer
+from fullshard.optim.tiers.tier import FileTier, OffloadStatistics, StateOffloadError
 
 __version__ = "0.1.0"
 

@@ -1,7 +1,7 @@
-"""Every private name of torch in this package, with the reason.
+"""Private names of torch that several rooms of this package use, each with the reason.
 
-No other file of the package uses a private name. Seen on torch 2.11, 2.13 and 2.15, but for names
-with a version in their docstring.
+A room with private names of its own has its own ``compat``; no other file uses any. Seen on torch
+2.11, 2.13 and 2.15, but for names with a version in their docstring.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.autograd import forward_ad
@@ -27,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import unserializable_hook
 
 __all__ = [
@@ -35,7 +33,6 @@ __all__ = [
     "ShardingSpec",
     "add_tensor_hook",
     "concatenated_mesh",
-    "count_of_process_groups",
     "current_graph_task",
     "empty_data",
     "finished",
@@ -44,8 +41,6 @@ __all__ = [
     "functorch_is_active",
     "gradients_of",
     "hooks_after_accumulation",
-    "hooks_after_step",
-    "hooks_before_step",
     "in_transform",
     "is_legacy_batched",
     "local_shard",
@@ -219,18 +214,6 @@ def set_local_shard(tensor: torch.Tensor, local: torch.Tensor) -> None:
     cast(DTensor, tensor)._local_tensor = local
 
 
-def count_of_process_groups() -> int:
-    """Return the number after which torch names a group that ranks make without the other ranks.
-
-    It counts the groups that this rank is in (``_world.pg_names``: 2.11, 2.13), or the groups that
-    this rank took part in making (``_world.group_count``: 2.15).
-    """
-    torchs = dist.distributed_c10d
-    if "group_count" in torchs._hash_ranks_to_str.__code__.co_names:
-        return int(torchs._world.group_count)
-    return len(torchs._world.pg_names)
-
-
 current_graph_task = torch._C._current_graph_task_id
 """Return the id of the backward that runs on this thread, or -1.
 
@@ -354,15 +337,6 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
         ValueError: if the root mesh has another axis of that name.
     """
     return mesh._flatten(name)
-
-
-hooks_before_step: Callable[[Optimizer], OrderedDict[int, Any]]
-hooks_before_step = attrgetter("_optimizer_step_pre_hooks")
-"""Return the hooks of one optimizer, by the number of the handle, in the order of their calls."""
-
-hooks_after_step: Callable[[Optimizer], OrderedDict[int, Any]]
-hooks_after_step = attrgetter("_optimizer_step_post_hooks")
-"""Return the hooks after the step of one optimizer."""
 
 
 def empty_data(param: nn.Parameter) -> None:

@@ -74,7 +74,7 @@ def _name(root: ModuleState, states: list[ModuleState]) -> list[str]:
     return [
         f"{name}.{key}" if name else key
         for module, name in names.items()
-        for key in module._parameters
+        for key, _ in module.named_parameters(recurse=False)
     ]
 
 

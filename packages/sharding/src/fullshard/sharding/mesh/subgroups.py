@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.sharding.base.comparison import Comparison
-from fullshard.sharding.base.compat import count_of_process_groups
+from fullshard.sharding.mesh.compat import count_of_process_groups
 
 __all__ = ["known_subgroup", "new_subgroup"]
 

@@ -31,13 +31,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fullshard.sharding.base.compat import (
-    hooks_after_step,
-    hooks_before_step,
-    storage_of,
-    untraced,
-)
+from fullshard.sharding.base.compat import storage_of, untraced
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
+from fullshard.sharding.optim.compat import hooks_after_step, hooks_before_step
 from fullshard.sharding.optim.live_groups import Snapshot, add_groups, all_groups
 from fullshard.sharding.optim.rebinding import rebind_optimizer
 from fullshard.sharding.optim.rules import steps_on_plain

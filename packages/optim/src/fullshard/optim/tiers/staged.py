@@ -1,0 +1,126 @@
+"""Tensors of optimizer state: their places in the file, and their form during a step.
+
+``Entry`` and ``Item`` say where a tensor is kept and whose it is; ``Staged`` is the state of one
+bucket on its way through a step. ``stored`` decides which tensors the file holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fullshard.comm.spi import traits_of
+from fullshard.optim.tiers.staging import Batch
+from fullshard.optim.tiers.state_file import Extent
+from fullshard.sharding.spi import ShardingSpec, local_shard, make_dtensor, spec_of
+
+__all__ = ["Entry", "Item", "Staged", "is_dense", "laid_as", "local_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A tensor of state that is in the file.
+
+    Attributes:
+        extent: the place of the tensor in the file.
+        tensor: the view of the mapped file that the optimizer's state holds.
+        device: the device on which the optimizer steps the tensor.
+    """
+
+    extent: Extent
+    tensor: torch.Tensor
+    device: torch.device
+
+    @property
+    def spec(self) -> ShardingSpec | None:
+        """The placements of the tensor; None: a plain tensor."""
+        return spec_of(self.tensor) if isinstance(self.tensor, DTensor) else None
+
+    def on_host(self, view: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the tensor in ``view``, the bytes of an extent."""
+        return laid_as(local_of(self.tensor), view)
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One tensor of the state of a parameter, and its place in the file.
+
+    Attributes:
+        param: the parameter.
+        key: the name of the tensor in its state.
+        state: the state of the parameter in the wrapped optimizer.
+        entry: the place of the tensor.
+    """
+
+    param: Any
+    key: Any
+    state: dict[Any, Any]
+    entry: Entry
+
+
+class Staged:
+    """One bucket's state on its way through a step: views of a buffer, or copies on a device."""
+
+    def __init__(self, items: Sequence[Item], batch: Batch) -> None:
+        """Make the tensors; a copy to a device may be on its way on the current stream."""
+        self.batch = batch
+        self._of: dict[tuple[Any, Any], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        for item, view in zip(items, batch.views, strict=True):
+            entry = item.entry
+            host = entry.on_host(view)
+            local = host if entry.device.type == "cpu" else _copied(host, entry.device)
+            value = local if entry.spec is None else make_dtensor(local, entry.spec)
+            self._of[item.param, item.key] = value, local, host
+
+    def value(self, param: Any, key: Any, otherwise: Any) -> Any:
+        """Return the staged tensor of ``key``; ``otherwise`` if none is staged."""
+        found = self._of.get((param, key))
+        return otherwise if found is None else found[0]
+
+    def keeps(self, param: Any, key: Any, value: Any) -> bool:
+        """Return whether a step left the staged tensor in its place."""
+        found = self._of.get((param, key))
+        return found is not None and found[0] is value and local_of(value) is found[1]
+
+    def collect(self) -> None:
+        """Copy state that was stepped on a device to the buffer, and wait for the copies."""
+        devices = set()
+        for _, local, host in self._of.values():
+            if local is not host:
+                host.copy_(local, non_blocking=True)
+                devices.add(local.device)
+        for device in devices:
+            if traits_of(device).streams:
+                torch.accelerator.current_stream(device).synchronize()
+            else:
+                torch.get_device_module(device).synchronize()
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``tensor``: a plain tensor itself."""
+    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def laid_as(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like ``tensor`` in ``memory``, which has at least as many bytes."""
+    flat = memory[: tensor.nbytes].view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride())
+
+
+def _copied(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    copy = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+    return copy.copy_(host, non_blocking=True)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements fill its memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return tensor.layout is torch.strided
