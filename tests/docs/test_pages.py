@@ -24,7 +24,8 @@ def _links(page: Path) -> set[Path]:
 
 
 def _title(page: Path) -> str:
-    return page.read_text().partition("\n")[0].removeprefix("# ")
+    lines = page.read_text().splitlines()  # the title may follow settings of the page
+    return next(line for line in lines if line.startswith("# ")).removeprefix("# ")
 
 
 def _navigation() -> list[Any]:

@@ -64,3 +64,15 @@ def test_names_of_tests_are_folded_in_every_row_of_the_table_of_features() -> No
     for row, line in zip(rows, folded, strict=True):
         assert re.sub(r"<details><summary>\d+ tests?</summary>|</details>", "", line) == row
         assert f"<summary>{row.count('`tests/')} test" in line
+
+
+def test_search_in_files_loads_nothing_from_elsewhere() -> None:
+    """The offline plugin takes a shim of this name for its own, and would fetch it otherwise."""
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert "\n  - offline" in settings
+    (shim,) = re.findall(r"polyfills: \[(assets/iframe-worker[\w.]*)\]", settings)
+    assert (ROOT / "docs" / shim).is_file()
+
+
+def test_the_page_of_errors_is_in_front_of_others_in_a_search() -> None:
+    assert (ROOT / "docs/how-to/errors.md").read_text().startswith("---\nsearch:\n  boost: ")
