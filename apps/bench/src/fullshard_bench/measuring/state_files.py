@@ -1,7 +1,8 @@
 """AdamW with its state in memory and in files: time of a step and peak memory of a rank.
 
-Owns the measurement, over ranks of this host. Each side runs in its own processes, because a
-process has one peak; the sides take turns. Figures are medians over turns, on rank 0.
+Owns the measurement, over ranks of this host. Both sides use processes of their own, because
+the peak of a process is one number. The sides take turns. Figures are medians over turns, on
+rank 0.
 """
 
 from __future__ import annotations

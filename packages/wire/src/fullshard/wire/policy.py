@@ -101,8 +101,8 @@ class WirePolicy:
     def unmatched(self, names: Sequence[str]) -> Sequence[str]:
         """Return the patterns that match none of ``names``, spelling mistakes most likely.
 
-        ``exact`` may list what only some models have. A pattern of it counts if no other pattern of
-        it matches either, or if a word in it is almost, but not quite, one of the names'.
+        ``exact`` may list parameters of several models. Its patterns count if none of them matches.
+        A single pattern counts if one of its words is almost a word of the names.
         """
         rules = (*_pairs(self.gather_rules), *_pairs(self.reduction_rules))
         wrong = _matching_none(tuple(pattern for pattern, _ in rules), names)

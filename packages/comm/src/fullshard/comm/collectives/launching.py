@@ -1,4 +1,4 @@
-"""What gathers and reductions have in common: events, waits, and the end of a buffer's use."""
+"""Events, waits and the release of buffers, for gathers and reductions alike."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class CommandParser(argparse.ArgumentParser):
         super().error(self.with_suggestion(message))
 
     def with_suggestion(self, message: str) -> str:
-        """Return ``message``, and the option or choice that is close to what it complains about."""
+        """Return ``message``, with the option or choice that is closest to the wrong word."""
         if unknown := _UNKNOWN.fullmatch(message):
             word = unknown[1].split()[0].partition("=")[0]
             known = list(self._option_string_actions)
@@ -56,7 +56,7 @@ class CommandParser(argparse.ArgumentParser):
         return f"{message}; did you mean {close[0]}?" if close else message
 
     def _chosen(self, given: argparse.Namespace) -> CommandParser | None:
-        """Return the parser of the command that was chosen among this one's, if it has some."""
+        """Return the parser of the chosen command; None if there are no commands."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 chosen = action.choices.get(getattr(given, action.dest, None) or "")

@@ -75,13 +75,13 @@ def set_shared_memory(enabled: bool) -> None:
 
 
 def reset_shared_memory() -> None:
-    """Let process groups share memory anew, from the next collective of each on.
+    """Let process groups share memory again, from the next collective of each group.
 
-    For a program that goes on after a ``CollectiveMismatchError``, a notebook for example: the
-    memory of the process group is out of use then, for later models too. Call it on all ranks
+    For a program that continues after a ``CollectiveMismatchError``, such as a notebook: the memory
+    of the process group is out of use then, for later models too. Call it on all ranks
     alike, once each rank has caught the error, and shard a new model: a model that was gathered in
-    the old memory keeps that memory. It communicates nothing; the next collective does. It cannot
-    bring back a rank that has ended (``PeerLostError``).
+    the old memory keeps that memory. The call communicates nothing; the next collective
+    does. A rank that has ended (``PeerLostError``) stays lost.
     """
     GROUPS.clear()
     _choices.clear()

@@ -147,7 +147,8 @@ def checked(
 ) -> Callable[..., dist.Work | None]:
     """Return ``launch`` with a check of its answer, which a user's code gives.
 
-    It raises a ``TypeError`` that names ``mover``, unless the answer is None or a work handle.
+    The check raises a ``TypeError`` that names ``mover`` if the answer is neither None nor a work
+    handle.
     """
 
     def launch_and_check(*given: Any) -> dist.Work | None:

@@ -6,10 +6,10 @@ the last is written. ``stored`` moves
 state to and from the file.
 
 [Note: state in a file] Between steps each large tensor of the optimizer's state is a view of the
-mapped file, with the shape, dtype and placements that the optimizer gave it. So state dicts,
+mapped file, with the shape, dtype and placements that the optimizer gave it. State dicts,
 checkpoints and user code read and write the state as always. The views take no memory of the
-process: the system drops pages that nobody touches. A step does not use the map. It reads the file
-into buffers ahead of use. The state may also hold tensors with memory of their own, from the first
+process: the system drops unused pages. A step does not use the map: threads read the file into
+buffers ahead of use. The state may also hold tensors with memory of their own, from the first
 step, from a state dict or from a user. A step uses such a tensor directly, and then moves the
 tensor to the file.
 """
@@ -326,7 +326,7 @@ def _meshes_of(groups: Sequence[Mapping[str, Any]]) -> list[DeviceMesh]:
 
 
 def _share_of(param: torch.Tensor) -> float:
-    """Return the bytes of a rank's share of ``param``: equal on all ranks, unlike its shard's."""
+    """Return the bytes of ``param`` divided by the ranks that shard it, equal on all ranks."""
     nbytes = float(param.numel() * param.dtype.itemsize)
     if not isinstance(param, DTensor):
         return nbytes

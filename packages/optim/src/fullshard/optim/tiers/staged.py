@@ -1,7 +1,7 @@
 """Tensors of optimizer state: their places in the file, and their form during a step.
 
-``Entry`` and ``Item`` say where a tensor is kept and whose it is; ``Staged`` is the state of one
-bucket on its way through a step. ``stored`` decides which tensors the file holds.
+``Entry`` is the place of a tensor, ``Item`` its owner; ``Staged`` is the state of a bucket during a
+step. ``stored`` decides which tensors the file holds.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Item:
 
 
 class Staged:
-    """One bucket's state on its way through a step: views of a buffer, or copies on a device."""
+    """The state of a bucket during a step: views of a buffer, or copies on a device."""
 
     def __init__(self, items: Sequence[Item], batch: Batch) -> None:
         """Make the tensors; a copy to a device may be on its way on the current stream."""
@@ -82,7 +82,7 @@ class Staged:
         return otherwise if found is None else found[0]
 
     def keeps(self, param: Any, key: Any, value: Any) -> bool:
-        """Return whether a step left the staged tensor in its place."""
+        """Return whether the state still holds the staged tensor after a step."""
         found = self._of.get((param, key))
         return found is not None and found[0] is value and local_of(value) is found[1]
 

@@ -1,8 +1,8 @@
 """Host buffers through which optimizer state travels between a file and a step.
 
 ``Staging`` owns a few buffers and lends them, one bucket of state at a time: read ahead, step,
-write behind. Optimizers are unknown here. A buffer that is being written is the only copy of its
-state, so after a failed write the caller takes the state over before the buffer is used again.
+write behind. Optimizers are unknown here. During a write the buffer is the only copy of its state.
+After a failed write the caller takes the state over, before the buffer is used again.
 """
 
 from __future__ import annotations

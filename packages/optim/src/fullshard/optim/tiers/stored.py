@@ -1,7 +1,7 @@
 """The state of an optimizer in a file: which tensors are there, and how they get there.
 
-``StoredState`` is the main class; see [Note: state in a file] in ``offloaded``. It keeps the first
-error until all ranks can raise it.
+``StoredState`` is the main class; see [Note: state in a file] in ``offloaded``. The class keeps the
+first error until all ranks can raise it.
 """
 
 from __future__ import annotations

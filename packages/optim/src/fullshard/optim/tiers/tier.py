@@ -42,9 +42,9 @@ class FileTier:
             name and is gone when the process ends. Ranks may share the folder.
         bucket_mb: MiB of this rank's parameters whose state is in memory at once. A larger
             parameter is a bucket by itself.
-        buffers: buckets of state in memory: one that is stepped, others that are read or written.
+        buffers: buckets of state in memory; one is stepped while others are read or written.
         threads: how many reads and writes run at once.
-        direct: use direct I/O where the file system has it: state does not fill the page cache.
+        direct: use direct I/O if the file system supports it: state does not fill the page cache.
         min_bytes: smaller tensors of state stay in memory, such as the numbers of steps.
 
     Raises:

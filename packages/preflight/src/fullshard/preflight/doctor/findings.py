@@ -66,7 +66,7 @@ def fail(subject: str, text: str, advice: str, ranks: Iterable[int] = ()) -> Fin
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All results of a run of the doctor, equal on all ranks.
+    """The results of a run of the doctor, equal on all ranks.
 
     Attributes:
         findings: the results, in the order of the checks.

@@ -1,7 +1,7 @@
 """Latency and bandwidth between each pair of ranks, measured in rounds without conflicts.
 
-``measure_pairs`` is called by all ranks together. Each round pairs every rank with another one
-(the circle method for tournaments), so that no rank talks with two others at once.
+``measure_pairs`` is called by all ranks together. The rounds
+follow the circle method for tournaments: no rank talks with two ranks at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BULKS = 3
 
 @dataclass(frozen=True)
 class Pair:
-    """One pair of ranks.
+    """The speed between two ranks.
 
     Attributes:
         ranks: the two ranks, ascending.

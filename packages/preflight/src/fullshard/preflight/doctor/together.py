@@ -246,8 +246,8 @@ def _check_links(facts: Sequence[Facts], device: torch.device) -> list[Finding]:
 def _judged(subject: str, links: Sequence[Pair], hosts: Sequence[str]) -> list[Finding]:
     """Compare links of one kind, and name slow ranks and slow pairs of other ranks.
 
-    A slow rank has only slow links. So the best link of each rank is compared with the median of
-    the ranks' best links: most links of three ranks are slow if one of the ranks is.
+    A slow rank has only slow links. The best link of each rank is compared with the median of all
+    best links: with three ranks, one slow rank makes most links slow.
     """
     ranks = sorted({rank for link in links for rank in link.ranks})
     of = {rank: [link for link in links if rank in link.ranks] for rank in ranks}

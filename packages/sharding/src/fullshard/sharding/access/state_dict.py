@@ -164,7 +164,7 @@ def _cut(param: FSDPParam, given: Any) -> Any:
 def _to_assign(param: FSDPParam, given: DTensor) -> torch.Tensor:
     """Return ``given`` as the parameter that ``assign=True`` registers, if it is sharded alike.
 
-    torch would make the same of it, by a dispatched call. It shares the memory of ``given``.
+    The parameter shares the memory of ``given``. torch makes an equal one by a dispatched call.
     """
     if spec_of(given) != param.spec:
         return given

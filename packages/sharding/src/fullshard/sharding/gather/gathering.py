@@ -200,7 +200,7 @@ class Gathering:
     def adopt_registered(self, params: Sequence[FSDPParam] | None = None) -> bool:
         """Look at what the modules hold now, and return whether gathers are to be prepared again.
 
-        That is, if anything changed that was used since the last look: see
+        Gathers are prepared again if a parameter that they used changed since the last look: see
         ``FSDPParam.adopt_registered``. A policy of dtypes may answer otherwise, too, under the
         names that a new root gives to parameters.
 

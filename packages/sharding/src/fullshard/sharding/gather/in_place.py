@@ -62,7 +62,7 @@ class AliasedShards(ParamStorage):
 
 @dataclass(frozen=True, eq=False)
 class LocalGather:
-    """A gather in a world of one, which moves nothing: what it sends is what is in flight.
+    """A gather in a world of one. It moves nothing, so the shards are already in flight.
 
     Attributes:
         shards: the shards, which are all there is.

@@ -1,7 +1,7 @@
 """Coalesces the reductions of small groups that end their backwards one after another.
 
-Owns the gradients that wait for those of their neighbours. All are launched when the last is
-there, when another reduction would exceed the cap (in bytes with padding, of all ranks' slices),
+Owns the gradients that wait for those of their neighbours. The reductions are launched when the
+last one is there, when another one would exceed the cap (bytes of all ranks' slices, with padding),
 and at the end of backward. All ranks see groups reduce in the same order, so they launch alike.
 ``ReductionQueue`` launches. Gradients wait as autograd made them, where the buckets of
 ``DistributedDataParallel`` are memory of their own.

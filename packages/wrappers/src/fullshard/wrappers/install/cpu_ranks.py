@@ -1,8 +1,8 @@
 """Accelerate on CPU ranks, where it ignores a plugin for FSDP and takes DistributedDataParallel.
 
-Owns the warning, and the switch that lets it shard. Accelerate takes the plugin where its state
-says that there are several accelerators. With the switch its state says so, of ranks whose device
-is the CPU. Names of Accelerate 1.15; without them nothing happens.
+Owns the warning, and the switch that lets Accelerate shard. Accelerate takes the plugin if its
+state reports several accelerators. The switch makes the state report this for ranks on the CPU.
+Names of Accelerate 1.15; without these names nothing happens.
 """
 
 from __future__ import annotations
