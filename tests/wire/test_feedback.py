@@ -347,7 +347,8 @@ def test_a_parameter_without_a_gradient_here_keeps_its_residual() -> None:
         def forward(self, x: torch.Tensor, layer: int) -> torch.Tensor:
             return (self.one, self.two)[layer](x)
 
-    net: Any = fully_shard(Partly(), wire_policy=policy_of(ErrorFeedback()))
+    policy = WirePolicy(reductions=Quantised(INT8, 16, feedback=ErrorFeedback()))
+    net: Any = fully_shard(Partly(), wire_policy=policy)
     rank = dist.get_rank()
     x = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
     net(x, rank).square().mean().backward()

@@ -107,6 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise BenchError(str(error)) from None
             figures = measure_state_files(options.model, options.ranks, options.turns, tier)
             console.print(table_of_state_files(figures), soft_wrap=True)
+            if options.output is not None:
+                options.output.write_text(compact_json(figures) + "\n")
+                options.output.with_suffix(".md").write_text(table_of_state_files(figures))
         elif options.command == "suite":
             runs = SUITES[options.suite]
             if options.verify:
@@ -200,6 +203,7 @@ def _build_parser() -> argparse.ArgumentParser:
     files.add_argument("--turns", type=int, default=3, help="how often each side is run")
     files.add_argument("--bucket-mb", type=float, default=16, help="MiB of parameters at once")
     files.add_argument("--folder", type=Path, required=True, help="on the disk to measure")
+    files.add_argument("--output", type=Path, help="a JSON file, and the table beside it")
     changes = commands.add_parser("compare", help="what changed between two results")
     changes.add_argument("before", type=Path, help="a JSON file")
     changes.add_argument("after", type=Path, help="another")

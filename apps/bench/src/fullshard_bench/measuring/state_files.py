@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.optim import FileTier, OffloadedOptimizer
 from fullshard.sharding import fully_shard
+from fullshard_bench.launching.machine import describe_machine, describe_versions
 from fullshard_bench.models.registry import make_workload
 from fullshard_bench.models.workload import Shape
 
@@ -32,13 +34,11 @@ _SIDES = ("memory", "files")
 _SHAPE = Shape(rows=1, tokens=64)
 _MIB = 2**20
 
-Figures = dict[str, dict[str, float]]
-
 
 def measure_state_files(
     models: Sequence[str], ranks: int, turns: int, tier: FileTier
-) -> dict[str, Figures]:
-    """Return figures by model and side.
+) -> dict[str, Any]:
+    """Return the figures of each model and side, and where they were measured.
 
     Args:
         models: as ``run --model`` takes them.
@@ -46,7 +46,7 @@ def measure_state_files(
         turns: how often each side is run.
         tier: where and how state is kept.
     """
-    found: dict[str, Figures] = {}
+    found = {}
     for model in models:
         runs: dict[str, list[dict[str, float]]] = {side: [] for side in _SIDES}
         for turn in range(turns):
@@ -59,24 +59,37 @@ def measure_state_files(
             side: {name: statistics.median(run[name] for run in each) for name in each[0]}
             for side, each in runs.items()
         }
-    return found
+    return {
+        "kind": "state files",
+        "ranks": ranks,
+        "turns": turns,
+        "bucket_mb": tier.bucket_mb,
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "models": found,
+    }
 
 
-def table_of_state_files(found: dict[str, Figures]) -> str:
-    """Return a Markdown table of what ``measure_state_files`` found."""
+def table_of_state_files(result: dict[str, Any]) -> str:
+    """Return a table of what ``measure_state_files`` found, in Markdown."""
+    machine = result["machine"]
     rows = [
+        f"{result['ranks']} ranks, {machine['cpu']}, {machine['cores']} cores, torch "
+        f"{result['versions']['torch']}; buckets of {result['bucket_mb']:g} MiB; medians of "
+        f"{result['turns']} turns. The peak counts what a rank has beyond its start.",
+        "",
         "| model | state in | optimizer step, ms | waits for the disk, ms | whole step, ms "
         "| peak, MiB | shards of parameters, MiB | state, MiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for model, sides in found.items():
+    for model, sides in result["models"].items():
         for side, each in sides.items():
             rows.append(
                 f"| {model} | {side} | {each['optimizer_ms']:.1f} | {each['wait_ms']:.1f} "
                 f"| {each['step_ms']:.1f} | {each['peak_mib']:.0f} | {each['shards_mib']:.0f} "
                 f"| {each['state_mib']:.0f} |"
             )
-    return "\n".join(rows)
+    return "\n".join([*rows, ""])
 
 
 # -- one rank -------------------------------------------------------------------------------------
