@@ -234,6 +234,17 @@ def test_a_step_reads_and_writes_the_state_once_and_keeps_three_buckets(tmp_path
     assert 0 < after.buffer_bytes <= 3 * max(sizes)
 
 
+def test_the_buffer_of_a_large_parameter_is_freed_after_use(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 16384), nn.Linear(16384, 64))
+    optimizer = in_files(adamw(model), tmp_path)
+    for _ in range(2):
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+    state = sum(v.nbytes for each in optimizer.state.values() for v in each.values())
+    assert optimizer.statistics.bytes_written > 2 * state - 4096
+    assert optimizer.statistics.buffer_bytes < 2**20 < state / 8
+
+
 def test_files_have_no_name_and_no_space_is_lost_when_state_is_replaced(tmp_path: Path) -> None:
     model = build()
     optimizer = in_files(adamw(model), tmp_path)

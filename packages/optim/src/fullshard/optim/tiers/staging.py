@@ -48,23 +48,29 @@ class Batch:
 
 
 class Staging:
-    """A ring of host buffers; each grows to the largest bucket.
+    """Host buffers for a few batches at once.
+
+    Buffers are used again, but for those of the largest parameters, which are freed after use.
 
     Attributes:
         waited_ns: nanoseconds that the caller waited for the disk.
     """
 
-    def __init__(self, file: StateFile, *, buffers: int, pin: bool) -> None:
+    def __init__(self, file: StateFile, *, batches: int, kept_bytes: int, pin: bool) -> None:
         """Start without memory.
 
         Args:
             file: where state goes and comes from.
-            buffers: how many batches are in memory at once.
+            batches: how many batches are in memory at once.
+            kept_bytes: the size of the largest buffer that is used again, in bytes.
             pin: use page-locked memory, from which copies to a device are faster.
         """
         self._file = file
         self._pin = pin
-        self._free = [_new_buffer(0, pin=False) for _ in range(buffers)]
+        self._batches = batches
+        self._kept_bytes = kept_bytes
+        self._lent = 0
+        self._free: list[torch.Tensor] = []
         self._written: deque[Batch] = deque()
         self.waited_ns = 0
 
@@ -75,14 +81,23 @@ class Staging:
 
     def take(self, extents: Sequence[Extent], rescue: Rescue) -> Batch:
         """Return a batch for ``extents``, with undefined contents."""
-        while not self._free:
+        while self._lent == self._batches:
             self._finish_write()
-        buffer, nbytes = self._free.pop(), sum(extent.nbytes for extent in extents)
+        sizes = [extent.nbytes for extent in extents]
+        nbytes = sum(sizes)
+        fitting = [each for each in self._free if each.numel() >= nbytes]
+        if fitting:
+            buffer = min(fitting, key=torch.Tensor.numel)
+        elif self._free and nbytes <= self._kept_bytes:
+            buffer = min(self._free, key=torch.Tensor.numel)  # makes room for a larger one
+        else:
+            buffer = _new_buffer(nbytes, pin=self._pin)
+        self._free = [each for each in self._free if each is not buffer]
         if buffer.numel() < nbytes:
             del buffer  # before there are two
             buffer = _new_buffer(nbytes, pin=self._pin)
-        views = list(buffer[:nbytes].split([extent.nbytes for extent in extents]))
-        return Batch(extents, views, rescue, buffer)
+        self._lent += 1
+        return Batch(extents, list(buffer[:nbytes].split(sizes)), rescue, buffer)
 
     def read(self, extents: Sequence[Extent], rescue: Rescue) -> Batch:
         """Begin to read a batch, and return the batch; ``wait`` waits for the read."""
@@ -106,7 +121,7 @@ class Staging:
     def drop(self, batch: Batch) -> None:
         """Free the buffer of ``batch`` without a write, when no thread fills it any more."""
         wait(batch.moves)
-        self._free.append(batch.buffer)
+        self._release(batch)
 
     def drain(self) -> None:
         """Wait for all writes."""
@@ -119,7 +134,12 @@ class Staging:
             self._wait(batch)
         except OSError as error:
             batch.rescue(batch, error)
-        self._free.append(batch.buffer)
+        self._release(batch)
+
+    def _release(self, batch: Batch) -> None:
+        self._lent -= 1
+        if batch.buffer.numel() <= self._kept_bytes:
+            self._free.append(batch.buffer)
 
     def _wait(self, batch: Batch) -> None:
         start = perf_counter_ns()

@@ -26,6 +26,8 @@ __all__ = ["StoredState"]
 
 _ROOM = 32  # the file may grow to this many times the parameters' bytes; it is sparse until then
 _LEAST_ROOM = 256 << 20  # bytes
+_KEPT = 4  # buffers are kept up to this many times a bucket's parameters; Adam's state has 2 to 4
+_LEAST_KEPT = 1 << 20  # bytes: the sizes of small tensors are rounded up
 
 
 class StoredState:
@@ -50,7 +52,8 @@ class StoredState:
         host = torch.device("cpu")
         pin = any(param.device != host for param in params) and can_pin(host)
         self.file = StateFile(Path(tier.folder), room, threads=tier.threads, direct=tier.direct)
-        self.staging = Staging(self.file, buffers=tier.buffers, pin=pin)
+        kept = int(_KEPT * tier.bucket_mb * 2**20) + _LEAST_KEPT
+        self.staging = Staging(self.file, batches=tier.buffers, kept_bytes=kept, pin=pin)
         self.error = ""
         self._entries: dict[int, Entry] = {}  # by the id of the tensor in the state
 
