@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -128,8 +129,7 @@ def test_a_fault_of_one_rank_is_named_on_every_rank(
     monkeypatch.undo()
     assert [(each.level, each.ranks) for each in found] == [(level, (2,))]
     assert Diagnosis(found).healthy == (level is Level.WARN)
-    with pytest.raises(AssertionError, match=text):
-        raise AssertionError(str(found[0]))
+    assert re.search(text, str(found[0]))
     assert len(set(everyone(str(found[0])))) == 1
 
 

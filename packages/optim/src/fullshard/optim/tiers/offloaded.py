@@ -118,6 +118,17 @@ class OffloadedOptimizer(Optimizer):
             direct=file.direct,
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse copies and pickles: the state is in a file of this process.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "an OffloadedOptimizer cannot be copied or pickled, as its state is in a file of this "
+            "process; save its state_dict(), and load that into another optimizer"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
@@ -197,16 +208,17 @@ class OffloadedOptimizer(Optimizer):
         stored, staging = self._ready(), self._ready().staging
         try:
             staging.wait(batch)
-            staged = Staged(items, batch)
-            stepped = self._optimizer_of(bucket, staged)
-            type(self.optimizer).step(stepped)
-            staged.collect()
         except OSError as error:
             staging.drop(batch)
             names = ", ".join(dict.fromkeys(label_of(item.param) for item in items))
             what = f"the state of {names} could not be read, so they were not stepped"
             stored.note(f"{what}: {error.strerror}", "load the last checkpoint")
             return None
+        try:
+            staged = Staged(items, batch)
+            stepped = self._optimizer_of(bucket, staged)
+            type(self.optimizer).step(stepped)
+            staged.collect()
         except BaseException:
             staging.drop(batch)
             raise

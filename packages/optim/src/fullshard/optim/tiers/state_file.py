@@ -74,8 +74,12 @@ class StateFile:
         self.folder = folder
         self._capacity = aligned(max(capacity, 1))
         self._fd, self.direct = _open_unnamed(folder, direct)
-        os.ftruncate(self._fd, self._capacity)
-        mapped = mmap.mmap(self._fd, self._capacity)
+        try:
+            os.ftruncate(self._fd, self._capacity)
+            mapped = mmap.mmap(self._fd, self._capacity)
+        except BaseException:
+            os.close(self._fd)
+            raise
         self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fullshard-state")
         self._end = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from fullshard.preflight.doctor.together import diagnose
 __all__ = ["run_doctor"]
 
 _MOST_LOCAL = 4
+_PATIENCE = timedelta(seconds=120)  # a rank that does not answer is a finding, not a long wait
 
 
 def run_doctor(folder: Path | None, ranks: int | None, *, as_json: bool) -> int:
@@ -35,7 +37,7 @@ def run_doctor(folder: Path | None, ranks: int | None, *, as_json: bool) -> int:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if torch.accelerator.is_available():
             torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group()
+        dist.init_process_group(timeout=_PATIENCE)
         try:
             return _report(folder, as_json)
         finally:
@@ -56,7 +58,7 @@ def _run_rank(
     else:
         torch.set_num_threads(max((os.cpu_count() or 1) // count, 1))
     store = dist.FileStore(f"{scratch}/store", count)
-    dist.init_process_group(store=store, rank=rank, world_size=count)
+    dist.init_process_group(store=store, rank=rank, world_size=count, timeout=_PATIENCE)
     code = _report(folder, as_json)
     if rank == 0:
         Path(scratch, "code").write_text(str(code))
