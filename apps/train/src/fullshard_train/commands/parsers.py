@@ -68,6 +68,13 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    _add_options(parser)
+    parser.add_argument("--version", action="store_true", help="print the version, and end")
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a training run."""
     parser.add_argument(
         "--config",
         type=Path,
@@ -130,8 +137,6 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
             metavar="VALUE",
             help=f"short for --set {setting}=VALUE",
         )
-    parser.add_argument("--version", action="store_true", help="print the version, and end")
-    return parser
 
 
 def _seconds(text: str) -> float:
