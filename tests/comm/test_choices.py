@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fullshard.comm import (
     DefaultAllGather,
@@ -105,6 +106,43 @@ def test_a_choice_that_answers_wrongly_is_named_on_every_rank(
         all_gather_tensors([torch.ones(4)], [spec], group, comm=DefaultAllGather(**choices))
     with pytest.raises(error, match=message):
         reduce_scatter_tensors([torch.ones(8)], [spec], group, comm=DefaultReduceScatter(**choices))
+
+
+class _Parts:
+    """A reducer without packing that answers what is no work handle."""
+
+    def reduce_parts(self, *arguments: Any) -> Any:
+        return "ok"
+
+
+class _CapableButWrong(ProcessGroupTransport):
+    """Offers more than a transport must, and answers wrongly there."""
+
+    def narrow_gather(self, device: Any) -> Any:
+        return lambda *arguments: "ok"
+
+    def narrow_reduce(self, process_group: Any, device: Any) -> Any:
+        return lambda *arguments: "ok"
+
+    def parts_reducer(self, process_group: Any, device: Any, op: Any) -> Any:
+        return _Parts()
+
+
+@distributed(2)
+def test_a_capability_that_answers_wrongly_is_named() -> None:
+    group, device, transport = world(), torch.device("cpu"), _CapableButWrong()
+    gather = DefaultAllGather(transport=transport)
+    reduce = DefaultReduceScatter(transport=transport)
+    for narrow in (
+        gather.gather_route(group, device).narrow_launch,
+        reduce.reduce_route(group, device, dist.ReduceOp.SUM).narrow_launch,
+    ):
+        assert narrow is not None
+        with pytest.raises(TypeError, match=r"^_CapableButWrong gave 'ok'"):
+            narrow(None, group)
+    spec = TensorSpec(shape=(8,), dtype=torch.float32)
+    with pytest.raises(TypeError, match=r"^_Parts gave 'ok'"):
+        reduce_scatter_tensors([torch.ones(8)], [spec], group, comm=reduce)
 
 
 class _SaysOkay(DefaultAllGather):

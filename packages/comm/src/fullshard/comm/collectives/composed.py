@@ -100,7 +100,7 @@ class _Composed(Collective):
             return super().gather_route(process_group, device)
         transport = self._moves.resolve(process_group, device)
         narrow = transport.narrow_gather(device) if self.reusable else None
-        return Route(self._checked(transport.all_gather), narrow)
+        return Route(self._checked(transport.all_gather), narrow and self._checked(narrow))
 
     def reduce_route(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
@@ -111,7 +111,8 @@ class _Composed(Collective):
             return replace(super().reduce_route(process_group, device, op), parts=parts)
         transport = self._moves.resolve(process_group, device)
         narrow = transport.narrow_reduce(process_group, device) if self.reusable else None
-        return Route(self._checked(transport.reduce_scatter), narrow, parts)
+        checked_narrow = narrow and self._checked(narrow)
+        return Route(self._checked(transport.reduce_scatter), checked_narrow, parts)
 
     def _checked(self, launch: Callable[..., dist.Work | None]) -> Callable[..., dist.Work | None]:
         """Return ``launch`` of the transport, whose answer is checked if a user chose it."""

@@ -28,7 +28,7 @@ from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.runtime.works import SeveralWorks, is_over
 from fullshard.comm.same_host.shared_signals import PeerLostError
-from fullshard.comm.transports.collective import EPOCH, Route
+from fullshard.comm.transports.collective import EPOCH, Route, require_work
 from fullshard.comm.transports.config import ReduceConfig
 from fullshard.comm.transports.contribution import Contribution, PartsReducer
 from fullshard.comm.transports.first_ranks import for_first_ranks
@@ -241,6 +241,8 @@ class ReducePlan:
             raise
         if flight.work is None:
             return None
+        if not isinstance(flight.work, dist.Work):
+            require_work(reducer, flight.work)
         if LISTENERS:
             nbytes = layout.buffer.slice_nbytes * layout.world_size
             emit_launch(config, EventKind.REDUCE_SCATTER, nbytes, nbytes)

@@ -24,7 +24,7 @@ from fullshard.comm.transports.transport import (
     WithoutCapabilities,
 )
 
-__all__ = ["EPOCH", "AllGather", "Collective", "ReduceScatter", "Route", "checked"]
+__all__ = ["EPOCH", "AllGather", "Collective", "ReduceScatter", "Route", "checked", "require_work"]
 
 
 class AllGather(Allocates, Protocol):
@@ -153,11 +153,21 @@ def checked(
 
     def launch_and_check(*given: Any) -> dist.Work | None:
         work = launch(*given)
-        if work is not None and not callable(getattr(work, "wait", None)):
-            raise TypeError(
-                f"{type(mover).__name__} gave {work!r}; it must give None once it is done, or a "
-                "work handle whose wait() finishes it."
-            )
+        if work is not None:
+            require_work(mover, work)
         return work
 
     return launch_and_check
+
+
+def require_work(mover: object, answer: object) -> None:
+    """Require that the answer of a user's ``mover`` is a work handle.
+
+    Raises:
+        TypeError: if the answer has no ``wait()``.
+    """
+    if not callable(getattr(answer, "wait", None)):  # a work handle of a user's own, perhaps
+        raise TypeError(
+            f"{type(mover).__name__} gave {answer!r}; it must give None once it is done, or a "
+            "work handle whose wait() finishes it."
+        )
