@@ -13,7 +13,7 @@ from fullshard.comm.collectives.coalescing import (
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.collectives.launching import emit_launch, release
 from fullshard.comm.collectives.reduce import ReducePlan, take_input
-from fullshard.comm.collectives.replicas import AllReduceInFlight
+from fullshard.comm.collectives.replicas import AllReduceInFlight, SecondReduceInFlight
 from fullshard.comm.debug.calls import Call
 from fullshard.comm.debug.debug import (
     DEBUGGED,
@@ -77,6 +77,7 @@ __all__ = [
     "NoRoomError",
     "OwnShards",
     "ReducePlan",
+    "SecondReduceInFlight",
     "SeveralWorks",
     "SharedGatherInFlight",
     "SharedTensors",

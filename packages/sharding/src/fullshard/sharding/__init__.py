@@ -38,6 +38,7 @@ from fullshard.sharding.optim.clip import clip_grad_norm_, grad_norm
 from fullshard.sharding.optim.rebinding import rebind_optimizer
 from fullshard.sharding.params.data_setter import take_over_data
 from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.mesh.placements import ShardingPlacements
 from fullshard.sharding.protocols import (
     FixedReshard,
     FullWidth,
@@ -83,6 +84,7 @@ __all__ = [
     "ShardPlacementFnResult",
     "ShardPlacementResult",
     "ShardedState",
+    "ShardingPlacements",
     "ShardingStatistics",
     "TrainingState",
     "UnshardHandle",

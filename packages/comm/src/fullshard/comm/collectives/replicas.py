@@ -1,8 +1,8 @@
-"""Averaging reduced shards over replicas: the second half of a hybrid reduction.
+"""What follows a reduce-scatter on a mesh of two axes: the second half of a reduction.
 
-Owns: the all-reduce that follows a reduce-scatter, on a stream of its own, and partial results that
-wait for a later one. Refuses: knowing a mesh, deciding when to skip, and choosing who moves the
-bytes (see ``AutomaticTransport``).
+Owns: the all-reduce over replicas of a shard, or the reduce-scatter that cuts a shard again, on a
+stream of its own; and partial results that wait for a later reduction. Refuses: knowing a mesh,
+deciding when to skip, and choosing who moves the bytes (see ``AutomaticTransport``).
 
 [Note: order of all-reduces] What follows no handle (on a device with streams, or where a rank
 shards alone) is launched at once. Otherwise a rank cannot launch an all-reduce before its
@@ -18,6 +18,7 @@ all-reduce: a step of gpt-mini over 1 Gbit/s took 167 and 169 ms, with gloo's 16
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.packing import scale_result
 from fullshard.comm.collectives.launching import wait_for
-from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight
+from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight, ReducePlan
 from fullshard.comm.debug.debug import check_layout
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime.compat import without_grad
@@ -33,7 +34,7 @@ from fullshard.comm.runtime.observer import EventKind, emit
 from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.same_host.shared_signals import PeerLostError
 
-__all__ = ["AllReduceInFlight", "all_reduce_shards"]
+__all__ = ["AllReduceInFlight", "SecondReduceInFlight", "all_reduce_shards"]
 
 
 @dataclass(eq=False)
@@ -106,6 +107,58 @@ class AllReduceInFlight:
         streams.current().wait_event(self._event)
         self._partial = None
         return shards
+
+
+class SecondReduceInFlight(AllReduceInFlight):
+    """A reduction whose result is then reduce-scattered; used as a ``ReduceInFlight``."""
+
+    def __init__(
+        self,
+        reduction: ReduceInFlight,
+        plan: ReducePlan,
+        second_of: Callable[[list[torch.Tensor]], list[torch.Tensor | None]],
+        partial: torch.Tensor | None = None,
+    ) -> None:
+        """Launch the second reduction at once if the first has no handle.
+
+        Args:
+            reduction: from ``foreach_reduce``, with a scaling whose ``post`` is 1.
+            plan: of the second reduction. Its last tensor is the used-parameter mask of the first
+                as rows, ``[ranks, mask_numel]``, cut on dim 0: each rank gets the sum.
+            second_of: makes the other tensors of ``plan`` of the shards of the first reduction.
+            partial: as for ``all_reduce_shards``.
+        """
+        self._plan = plan
+        self._second_of = second_of
+        self._second: ReduceInFlight | None = None
+        super().__init__(
+            reduction, plan.config.process_group, reduction.plan.config.scaling, partial
+        )
+
+    @without_grad
+    def _launch(self) -> None:
+        first, streams = self._reduction.plan, self._reduction.plan.config.streams
+        output = self._reduction.output
+        with streams.use(streams.all_reduce):
+            streams.all_reduce.wait_event(self._reduction.event)
+            if self._partial is not None:
+                output.add_(self._partial)
+            given = first.shards_in(output)
+            assert given.mask is not None, "every reduction of a group carries the mask"
+            rows = given.mask.expand(self._plan.layout.world_size, -1)
+            self._second = self._plan.launch([*self._second_of(given.shards), rows])
+        self._launched = True
+
+    @without_grad
+    def wait(self) -> ReducedShards:
+        """The shards, reduced over all ranks, usable on the current stream; later calls too."""
+        self.finish()
+        assert self._second is not None, "finish launches it"
+        reduced = self._second.wait()
+        self._partial = None
+        return ReducedShards(
+            shards=reduced.shards[:-1], mask=reduced.shards[-1].view(-1), output=reduced.output
+        )
 
 
 def all_reduce_shards(

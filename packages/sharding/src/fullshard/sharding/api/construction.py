@@ -23,6 +23,7 @@ from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.initialise import initialise_root
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
+from fullshard.sharding.mesh.placements import Placed
 from fullshard.sharding.optim.step_hooks import watch_optimizers
 from fullshard.sharding.params.lookup import release_replaced, set_owner
 from fullshard.sharding.params.param import Cut, FSDPParam
@@ -34,7 +35,7 @@ __all__ = ["construct"]
 def construct(
     modules: tuple[nn.Module, ...],
     managed: Managed,
-    mesh_info: FSDPMeshInfo,
+    placed: Placed,
     policies: Policies,
     post_forward: Mapping[dist.ProcessGroup, FSDPMeshInfo],
     mixin: type[FSDPModule],
@@ -44,11 +45,12 @@ def construct(
     Args:
         modules: the modules.
         managed: their parameters.
-        mesh_info: the mesh of the call.
+        placed: the mesh of the call, and what is kept over which axes.
         policies: what is asked of the user.
         post_forward: the post-forward mesh of each process group that shards, if it has one.
         mixin: what the modules' classes will extend.
     """
+    mesh_info = placed.mesh_info
     device = device_of_mesh(mesh_info.mesh)
     context = RootContext(device)
     made = {
@@ -63,6 +65,8 @@ def construct(
             set_owner(param.sharded, param)
             release_replaced(made[param])
         attach_state_dict_hooks(group, {place.module for p in group.params for place in p.places})
+        group.gathering.keep_full(placed.keeps_full)
+        group.gradients.accumulate = placed.accumulate
         group.reshard_to(post_forward.get(group.mesh_info.shard_process_group))
     _move_buffers(modules, device)
     borrowed = []
@@ -101,9 +105,10 @@ def _by_process_groups(params: Iterable[FSDPParam]) -> Iterable[list[FSDPParam]]
 
     In the order of the first of each, which all ranks see alike.
     """
-    members: dict[tuple[dist.ProcessGroup, ...], list[FSDPParam]] = {}
+    members: dict[tuple[object, ...], list[FSDPParam]] = {}
     for param in params:
-        key = (param.mesh_info.shard_process_group, *param.mesh_info.process_groups)
+        mesh_info = param.mesh_info
+        key = (mesh_info.shard_process_group, *mesh_info.process_groups, type(mesh_info))
         members.setdefault(key, []).append(param)
     return members.values()
 

@@ -16,8 +16,9 @@ from fullshard.sharding.api.construction import construct
 from fullshard.sharding.api.managed import ShardPlacementFn, find_managed, modules_of
 from fullshard.sharding.api.module import FSDPModule
 from fullshard.sharding.base.policies import FullPrecision, Policies, require
-from fullshard.sharding.mesh.mesh_axes import mesh_info_of
+from fullshard.sharding.mesh.mesh_axes import default_mesh, mesh_info_of, require_mesh
 from fullshard.sharding.mesh.mesh_info import DataParallelMeshDims, FSDPMeshInfo
+from fullshard.sharding.mesh.placements import Placed, ShardingPlacements
 from fullshard.sharding.mesh.post_forward_mesh import post_forward_meshes
 from fullshard.sharding.protocols import (
     FixedReshard,
@@ -53,6 +54,7 @@ class ShardingOptions(ReplicateOptions, total=False):
     shard_placement_fn: ShardPlacementFn | None
     prefetch_policy: PrefetchPolicy
     wire_policy: WireForms
+    placements: ShardingPlacements | None
 
 
 @overload
@@ -75,6 +77,7 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
     dp_mesh_dims: DataParallelMeshDims | None = None,
     prefetch_policy: PrefetchPolicy = ReverseOrderPrefetch(),  # noqa: B008  # frozen
     wire_policy: WireForms = FullWidth(),  # noqa: B008  # frozen
+    placements: ShardingPlacements | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Return ``module``, whose parameters are now sharded over the ranks of ``mesh``.
 
@@ -103,6 +106,8 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
             forward to backward.
         prefetch_policy: what is gathered ahead; the default is torch's.
         wire_policy: a ``fullshard.wire.WirePolicy``: in what form shards and gradients travel.
+        placements: over which axes of ``mesh`` parameters, waiting gradients and optimizer state
+            are sharded: ZeRO-1, 2, 3 and forms between; None: all three over the sharding axis.
 
     Returns:
         The same object, now also an ``FSDPModule``.
@@ -114,7 +119,8 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
         RuntimeError: if ``mesh`` is None and ``torch.distributed`` was not initialised.
     """
     modules = modules_of(module, "fully_shard")
-    mesh_info = mesh_info_of(mesh, dp_mesh_dims)
+    placed = _placed(placements, mesh, dp_mesh_dims, reshard_after_forward)
+    mesh_info = placed.mesh_info
     policies = Policies(
         precision=require(PrecisionPolicy, mp_policy, "mp_policy"),
         offload=require(Offload, offload_policy, "offload_policy"),
@@ -125,8 +131,33 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
     managed = find_managed(modules, ignored_params, shard_placement_fn, mesh_info)
     meshes = [cut.mesh_info for cut in managed.cuts.values()]
     post_forward = post_forward_meshes(reshard_after_forward, mesh_info, meshes)
-    construct(modules, managed, mesh_info, policies, post_forward, FSDPModule)
+    construct(modules, managed, placed, policies, post_forward, FSDPModule)
     return cast(FSDPModule | list[FSDPModule], module)
+
+
+def _placed(
+    placements: object, mesh: DeviceMesh | None, dims: object, reshard_after_forward: object
+) -> Placed:
+    """Return what ``placements`` mean on ``mesh``; what ``mesh`` and ``dims`` mean without any."""
+    if placements is None:
+        return Placed(mesh_info_of(mesh, cast(DataParallelMeshDims | None, dims)))
+    if not isinstance(placements, ShardingPlacements):
+        raise TypeError(
+            f"placements is a {type(placements).__name__}; pass a ShardingPlacements of "
+            "fullshard.sharding, or None"
+        )
+    if dims is not None:
+        raise ValueError(
+            "placements and dp_mesh_dims both name axes; pass one of them, placements with a mesh "
+            "of data parallel axes only, for example mesh['outer', 'inner']"
+        )
+    placed = placements.on(require_mesh(mesh or default_mesh(None)))
+    if type(reshard_after_forward) is int:
+        raise ValueError(
+            f"reshard_after_forward is {reshard_after_forward!r}, and placements= says where "
+            "parameters are between their uses; pass one of them"
+        )
+    return placed
 
 
 def _reshard_policy_of(value: object, mesh_info: FSDPMeshInfo) -> ReshardPolicy:
@@ -204,5 +235,5 @@ def replicate(
         wire=FullWidth(),
     )
     managed = find_managed(modules, ignored_params, None, mesh_info)
-    construct(modules, managed, mesh_info, policies, {}, ReplicateModule)
+    construct(modules, managed, Placed(mesh_info), policies, {}, ReplicateModule)
     return cast(ReplicateModule | list[ReplicateModule], module)

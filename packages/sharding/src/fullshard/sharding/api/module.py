@@ -81,7 +81,10 @@ class FSDPModule(CommSettings, StepSettings, _Original):
         A group in the middle of its forward or backward is freed when that ends. Backward gathers
         again.
         """
-        the_state(self).reshard_now()
+        state = the_state(self)
+        state.reshard_now()
+        for group in state.own_groups:
+            group.gathering.drop_full()
 
     def parameters_changed(self, *, recurse: bool = True) -> None:
         """Report that parameters were changed by other means than an optimizer or a state dict.

@@ -23,6 +23,7 @@ from fullshard.sharding.hooks.lookup import (
     the_states,
 )
 from fullshard.sharding.hooks.module_state import ModuleState
+from fullshard.sharding.mesh.placements import ShardingPlacements, placed_anew
 from fullshard.sharding.protocols import FixedReshard
 
 __all__ = ["StepSettings", "states_of"]
@@ -37,13 +38,17 @@ class StepSettings:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last one before the gradients are used.
 
-        If not, its end does not wait for reductions; their gradients appear with the last.
+        If not, its end does not wait for reductions; their gradients appear with the last. With
+        ``placements=``, such a backward reduces over the axes of ``gradients`` only.
 
         Raises:
             TypeError: if ``is_last_backward`` is not a bool.
         """
         require_bool("is_last_backward", is_last_backward)
-        initialised_state(self).context.is_last_backward = is_last_backward
+        context = initialised_state(self).context
+        context.is_last_backward = is_last_backward
+        for group in context.groups:
+            group.gradients.announce_last(is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Choose who finishes the backward of all groups under this root.
@@ -137,6 +142,29 @@ class StepSettings:
         for state in the_states(self, recurse):
             state.after_backward = FixedReshard(backward=reshard_after_backward).after_backward
             state.be_root(state.is_root)
+
+    def set_placements(self, placements: ShardingPlacements, *, recurse: bool = True) -> None:
+        """Change ``placements=`` between steps, where the optimizer keeps its shards.
+
+        Args:
+            placements: the new ones.
+            recurse: set it for all sharded modules below, too.
+
+        Raises:
+            TypeError: if ``placements`` is no ``ShardingPlacements``, or ``recurse`` not a bool.
+            ValueError: if the new placements cut parameters otherwise than the present ones.
+            RuntimeError: in the middle of a forward or backward.
+        """
+        require_bool("recurse", recurse)
+        states = the_states(self, recurse)
+        the_state(self).context.require_quiet("set_placements")
+        placed = [placed_anew(state.mesh_info, placements) for state in states]
+        for state, each in zip(states, placed, strict=True):
+            for group in state.own_groups:
+                group.gathering.keep_full(each.keeps_full)
+                group.gradients.announce_last(True)
+                group.gradients.accumulate = each.accumulate
+                group.gradients.announce_last(state.context.is_last_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward needs this module's full parameters: an embedding's does not.

@@ -30,7 +30,8 @@ from fullshard.sharding.gather.strategy import (
     UnshardedMemory,
     UnshardStrategy,
 )
-from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
+from fullshard.sharding.gather.two_level import TwoLevelInputs
+from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, TwoLevelMeshInfo
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.param_sharding import has_hooks
 from fullshard.sharding.params.swap import Swap
@@ -63,6 +64,7 @@ class Gathering:
         kept_by_graphs: a graph may keep the group, at any time: whether one does now, ranks may see
             differently.
         keeps_storage: the memory of the full parameters stays allocated while they are sharded.
+        keeps_full: full parameters outlive a reshard, until the parameters change.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class Gathering:
         self._finishes: FinishesGather | None = None  # the gather in flight
         self.gathers = 0
         self.kept_by_graphs = False
-        self.keeps_storage = False
+        self.keeps_storage = self.keeps_full = False
+        self._full_of = -1  # the generation of full parameters that outlived a reshard
+        self._user_wrote = False
         self._policies = policies
         self._generation = generation
         self._gathered_of = generation.number
@@ -126,6 +130,26 @@ class Gathering:
                 memory.free()
                 self.swap.to_sharded(freed=not memory.home.stays)
 
+    def keep_full(self, keep: bool) -> None:
+        """Keep full parameters when the group is resharded, until the parameters change.
+
+        The modules hold the sharded parameters nevertheless, and the next use of the group takes
+        the kept copy instead of a gather. A copy that a user may have written to is not kept.
+        """
+        self.keeps_full = keep
+        self.drop_full()
+
+    def drop_full(self) -> None:
+        """Free full parameters that outlived a reshard."""
+        if self._full_of != -1 and self._strategy is not None:
+            self._full_of = -1
+            self._strategy.memory.free()
+
+    @property
+    def has_full(self) -> bool:
+        """Whether the next use of the sharded group needs no gather."""
+        return self._full_of == self._generation.number
+
     @property
     def post_forward_size(self) -> int:
         """Ranks over which it is sharded between forward and backward; 0: over none but its own."""
@@ -157,8 +181,9 @@ class Gathering:
             strategy is self._strategy
             and config is self.config
             and self._chosen_for is config.comm
-            and not self.kept_by_graphs
+            and not (self.kept_by_graphs or self.keeps_full)
             and strategy.coalesces
+            and strategy.inputs.may_coalesce
             and strategy.memory.home is strategy.memory  # private memory
         )
 
@@ -172,7 +197,11 @@ class Gathering:
             memory.stays = self.keeps_storage
             for param, unsharded in zip(plain, memory.params, strict=True):
                 param.attach_unsharded(unsharded)
-            if len(plain) == len(self.params):
+            mesh_info = self.params[0].mesh_info
+            if isinstance(mesh_info, TwoLevelMeshInfo):
+                levels = TwoLevelInputs(self.params, self.layout, mesh_info, self._generation)
+                self._prepared = BufferedUnshard(memory, levels)
+            elif len(plain) == len(self.params):
                 self._prepared = BufferedUnshard(memory, GatherInputs(self.params, self.layout))
             else:
                 inputs = HookedInputs(self.params, self.layout, self._policies.precision)
@@ -217,6 +246,7 @@ class Gathering:
             return False
         self.reshard()
         self.leave_post_forward()
+        self.drop_full()
         self._prepared = self._strategy = self._finishes = None
         return True
 
@@ -253,6 +283,10 @@ class Gathering:
                 self.swap.sync_requires_grad()  # a user may have frozen what is registered now
                 self.swap.to_unsharded()  # functional_call puts back what was there before it
             return False
+        if self.has_full and self._chosen_for is self.config.comm:
+            self._use_full()
+            return False
+        self.drop_full()
         strategy = self._strategy
         if strategy is None or self._chosen_for is not self.config.comm:
             strategy = self._strategy = self._choose(self._prepared or self.prepare())
@@ -260,6 +294,15 @@ class Gathering:
         sends = strategy.sends(self.config)
         self.begin(sends.gather(self.config, async_op=async_op), strategy)
         return True
+
+    def _use_full(self) -> None:
+        """Put full parameters that outlived a reshard into the modules."""
+        if self._watch.sums:
+            self._watch.reused(self.params)
+        self._full_of = -1
+        self._become(_UNSHARDING)
+        self.swap.to_unsharded()
+        self._become(_UNSHARDED)
 
     def announce(self, strategy: UnshardStrategy) -> None:
         """Announce a gather by ``strategy``, or a gather that ends like its own."""
@@ -282,6 +325,7 @@ class Gathering:
             user_may_write: a user holds them, who may write.
             no_graph_alias: no graph holds an alias of them.
         """
+        self._user_wrote |= user_may_write
         in_flight, self.in_flight = self.in_flight, None
         if in_flight is None or self._finishes is None:
             if user_may_write and self.state is _UNSHARDED and self._prepared is not None:
@@ -310,8 +354,9 @@ class Gathering:
         strategy, state = self._strategy, self.state
         if state is _SHARDED or strategy is None:
             return
+        keeps_full = self.keeps_full and not (self._user_wrote or self.stale)
         if state is _UNSHARDED:
-            self.swap.to_sharded(freed=not strategy.memory.home.stays)
+            self.swap.to_sharded(freed=not (keeps_full or strategy.memory.home.stays))
             if self._post_forward is not None:
                 strategy.keep_shards(self.config, wanted=after_forward)
         keeps = self._post_forward is not None and strategy.keeps_shards
@@ -320,7 +365,11 @@ class Gathering:
         in_flight, self.in_flight = self.in_flight, None
         if in_flight is not None and self._finishes is not None:  # no one needs the gather
             self._finishes.discard(in_flight)
-        strategy.memory.free()
+        if keeps_full and state is _UNSHARDED:
+            self._full_of = self._generation.number
+        else:
+            strategy.memory.free()
+        self._user_wrote = False
         if LISTENERS and state is _UNSHARDED:
             emit(EventKind.RESHARD, self.name, rank=self.rank)
 

@@ -18,6 +18,7 @@ from fullshard.sharding.base.compat import local_shard_getter
 from fullshard.sharding.base.memory import addresses_of
 from fullshard.sharding.base.policies import declares
 from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.params.param_sharding import ParamSharding
 
 __all__ = ["GatherInputs"]
 
@@ -31,12 +32,21 @@ class GatherInputs:
         params: the parameters.
         layout: of a gather of all.
         as_stored: whether gathers send the shards themselves, not copies.
+        may_coalesce: whether one gather may send these and the shards of other groups.
     """
 
-    def __init__(self, params: Sequence[FSDPParam], layout: Layout) -> None:
-        """Take the parameters in the order of ``layout``."""
+    may_coalesce = True
+
+    def __init__(
+        self, params: Sequence[FSDPParam], layout: Layout, shardings: Sequence[ParamSharding] = ()
+    ) -> None:
+        """Take the parameters in the order of ``layout``.
+
+        ``shardings``: what makes a stored shard travel; empty: the parameters' own.
+        """
         self.params = tuple(params)
         self.layout = layout
+        self._shardings = tuple(shardings) or tuple([param.sharding for param in params])
         self.as_stored = all(declares(each.offload, "stages_in_nothing") for each in params)
         self._shards: list[torch.Tensor] = []
         self._addresses: list[int] = []  # of those
@@ -48,8 +58,8 @@ class GatherInputs:
         sent, addresses = self._sent, addresses_of(shards)
         same = addresses == self._addresses and all(map(is_, shards, self._shards))
         if sent is None or not same:
-            pairs = zip(self.params, self.staged(config), strict=True)
-            travel = [param.sharding.to_travel(each) for param, each in pairs]
+            pairs = zip(self._shardings, self.staged(config), strict=True)
+            travel = [sharding.to_travel(each) for sharding, each in pairs]
             sent = OwnShards(travel, self.layout, config)
             if self.as_stored:
                 self._shards, self._addresses, self._sent = shards, addresses, sent

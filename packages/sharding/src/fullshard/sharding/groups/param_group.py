@@ -248,6 +248,8 @@ class FSDPParamGroup:
         """Gather ahead of use, unless it is unsharded or being so; return whether it did."""
         if self.gathering.state in (ShardedState.UNSHARDING, ShardedState.UNSHARDED):
             return False
+        if self.gathering.has_full:
+            return False
         self.leases.hold(LeaseKind.PREFETCH)
         if LISTENERS:
             emit(EventKind.PREFETCH, self.name, rank=self.rank)

@@ -178,7 +178,9 @@ def _signature(
             f"parameter group {say(group.name)!r} with gathers that share launches up to "
             f"{group.gather_cap_mb:g} MiB, reductions up to {settings.cap_mb:g} MiB, "
             f"sums only: {settings.force_sum}, hosts: {getattr(group.policies.wire, 'hosts', None)}"
-            f", storage kept: {group.gathering.keeps_storage}"
+            f", storage kept: {group.gathering.keeps_storage}, full parameters kept: "
+            f"{group.gathering.keeps_full}, gradients that wait reduced over: "
+            f"{group.gradients.accumulate.value}"
         )
     lines.append(f"the end of module {name!r} with {count} parameters of its own")
     lines.append(

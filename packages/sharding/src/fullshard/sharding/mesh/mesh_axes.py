@@ -21,10 +21,13 @@ from fullshard.sharding.mesh.mesh_info import (
     device_type_of,
 )
 
-__all__ = ["mesh_info_of"]
+__all__ = ["default_mesh", "mesh_info_of", "nested_mesh", "one_axis", "require_mesh"]
 
 _default_meshes: weakref.WeakKeyDictionary[
     dist.ProcessGroup, weakref.WeakValueDictionary[object, DeviceMesh]
+] = weakref.WeakKeyDictionary()
+_nested: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, weakref.WeakValueDictionary[str, DeviceMesh]
 ] = weakref.WeakKeyDictionary()
 
 
@@ -46,8 +49,8 @@ def mesh_info_of(
         RuntimeError: if ``mesh`` is None and ``torch.distributed`` was not initialised.
     """
     if mesh is None:
-        mesh = _default_mesh(("replicate",) if replicated else None)
-    _require_mesh(mesh)
+        mesh = default_mesh(("replicate",) if replicated else None)
+    require_mesh(mesh)
     if dims is not None:
         info = _info_of_axes(mesh, dims)
         if replicated and not isinstance(info, DDPMeshInfo):
@@ -68,11 +71,14 @@ def mesh_info_of(
     return makers[mesh.ndim - 1](mesh)
 
 
-def _default_mesh(names: tuple[str, ...] | None) -> DeviceMesh:
+def default_mesh(names: tuple[str, ...] | None) -> DeviceMesh:
     """Return a 1-D mesh of all ranks, on the accelerator if there is one that they communicate on.
 
     The same object for all calls while anybody holds it: specs that are identical need no
     comparing.
+
+    Raises:
+        RuntimeError: if ``torch.distributed`` was not initialised.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -89,7 +95,13 @@ def _default_mesh(names: tuple[str, ...] | None) -> DeviceMesh:
     return mesh
 
 
-def _require_mesh(mesh: object) -> None:
+def require_mesh(mesh: object) -> DeviceMesh:
+    """Return ``mesh``, if it is a mesh of this rank.
+
+    Raises:
+        TypeError: if it is not a ``DeviceMesh``.
+        ValueError: if this rank is not in it.
+    """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh is a {type(mesh).__name__}; pass a torch.distributed.device_mesh.DeviceMesh, "
@@ -100,6 +112,7 @@ def _require_mesh(mesh: object) -> None:
             f"rank {dist.get_rank()} is not in mesh {mesh}; call fully_shard and replicate only "
             "on ranks of their mesh"
         )
+    return mesh
 
 
 def _info_of_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> FSDPMeshInfo:
@@ -115,15 +128,19 @@ def _info_of_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> FSDPMeshInfo:
         if axis not in names:
             raise ValueError(f"dp_mesh_dims names axis {axis!r}; the mesh has {names}")
     if not shard:
-        return DDPMeshInfo(_one_axis(mesh, replicate), dp_mesh_dims=dims, spmd_mesh=mesh)
+        return DDPMeshInfo(one_axis(mesh, replicate), dp_mesh_dims=dims, spmd_mesh=mesh)
     if not replicate:
-        return FSDPMeshInfo(_one_axis(mesh, shard), dp_mesh_dims=dims, spmd_mesh=mesh)
-    pair = concatenated_mesh([_one_axis(mesh, replicate), _one_axis(mesh, shard)])
+        return FSDPMeshInfo(one_axis(mesh, shard), dp_mesh_dims=dims, spmd_mesh=mesh)
+    pair = concatenated_mesh([one_axis(mesh, replicate), one_axis(mesh, shard)])
     return HSDPMeshInfo(pair, dp_mesh_dims=dims, spmd_mesh=mesh)
 
 
-def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Return a 1-D mesh over the named axes, flattened if they are several."""
+def one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Return a 1-D mesh over the named axes, flattened if they are several.
+
+    Raises:
+        ValueError: if they are in another order than in ``mesh``, or cannot be flattened.
+    """
     if len(names) == 1:
         return mesh[names[0]]
     order = tuple(name for name in mesh.mesh_dim_names or () if name in names)
@@ -139,3 +156,20 @@ def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
             f"the axes {names} of dp_mesh_dims cannot be flattened into one named "
             f"{'_'.join(names)!r}: {error}"
         ) from error
+
+
+def nested_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of two axes of one mesh in this order, which may not be the order there.
+
+    The result is a mesh of its own with the process groups of the axes: torch refuses to reduce
+    tensors over slices in another order. The same object for all calls while anybody holds it.
+    """
+    groups = [first.get_group(), second.get_group()]
+    made = _nested.setdefault(groups[0], weakref.WeakValueDictionary())
+    mesh = made.get(groups[1].group_name)
+    if mesh is None:
+        ranks = concatenated_mesh([first, second]).mesh
+        names = tuple(name for each in (first, second) for name in each.mesh_dim_names or ())
+        mesh = DeviceMesh.from_group(groups, first.device_type, ranks, mesh_dim_names=names)
+        made[groups[1].group_name] = mesh
+    return mesh

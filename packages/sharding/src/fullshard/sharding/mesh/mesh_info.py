@@ -26,6 +26,7 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPMeshInfo",
     "HSDPMeshInfo",
+    "TwoLevelMeshInfo",
     "device_of_mesh",
     "device_type_of",
 ]
@@ -95,6 +96,7 @@ class FSDPMeshInfo:
         replicate_mesh_dim: the axis over which shards are replicated; None here.
         dp_mesh_dims: which axes of ``spmd_mesh`` made ``mesh``, if it was made from a larger one.
         spmd_mesh: that larger mesh.
+        placed_on: the mesh whose axes ``ShardingPlacements`` named.
     """
 
     mesh: DeviceMesh
@@ -102,6 +104,7 @@ class FSDPMeshInfo:
     replicate_mesh_dim: int | None = None
     dp_mesh_dims: DataParallelMeshDims | None = None
     spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
+    placed_on: DeviceMesh | None = field(default=None, repr=False, compare=False)
 
     _axes: ClassVar[tuple[str, ...]] = ("shard_mesh_dim",)
 
@@ -208,6 +211,33 @@ class HSDPMeshInfo(FSDPMeshInfo):
     def replicate_process_group(self) -> dist.ProcessGroup:
         """The process group over which reduced gradients are all-reduced."""
         return self.mesh.get_group(self.replicate_mesh_dim)
+
+
+@dataclass(frozen=True)
+class TwoLevelMeshInfo(HSDPMeshInfo):
+    """A 2-D mesh over which parameters are stored in parts, while one axis computes with larger ones.
+
+    The first axis is that of ``compute`` in ``ShardingPlacements``: ranks of it gather full
+    parameters from *compute shards*. Each compute shard is cut again over the second axis, and the
+    optimizer sees these parts. So gradients are reduced over the first axis, then over the second.
+
+    Attributes:
+        shard_mesh_dim: the axis over which compute shards are gathered.
+        replicate_mesh_dim: the axis over which a compute shard is cut again.
+    """
+
+    shard_mesh_dim: int | None = 0
+    replicate_mesh_dim: int | None = 1
+
+    @cached_property
+    def second(self) -> FSDPMeshInfo:
+        """The second axis by itself, over which the parts of a compute shard are gathered."""
+        assert self.mesh.mesh_dim_names is not None, "the axes were found by name"
+        return FSDPMeshInfo(self.mesh[self.mesh.mesh_dim_names[1]])
+
+    def placements(self, dim: int) -> tuple[Placement, ...]:
+        """Return the placements of a parameter that is cut on ``dim``: by one axis after another."""
+        return Shard(dim), Shard(dim)
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class FSDPParam:
         self.spec: ShardingSpec = self.sharding.spec
         self._stored_dtype = param.dtype
         self.sharded = self._cut(param)
-        self.gather_spec = self.sent = self._spec_in(param.dtype)
+        self.gather_spec = self.sent = self.sharding.spec_in(param.dtype)
         self.grad_spec = self.grad_sent = self.gather_spec
         self.unsharded: nn.Parameter = self.sharded  # until the group makes its storage
         self._requires_grad = param.requires_grad  # what both were given last
@@ -172,9 +172,6 @@ class FSDPParam:
             error.add_note(f"while cutting {self.name}, {_describe(full)}, along dim {self.dim}")
             raise
 
-    def _spec_in(self, dtype: torch.dtype) -> TensorSpec:
-        return TensorSpec(shape=tuple(self.sharding.shape), dtype=dtype, dim=self.dim)
-
     @property
     def shard(self) -> torch.Tensor:
         """This rank's shard, as a plain tensor."""
@@ -195,8 +192,9 @@ class FSDPParam:
         if (name, stored, hooked) == self._asked:
             return False
         before = self.specs
-        self.gather_spec = self.sent = self._spec_in(self.dtypes.gathered_dtype(name, stored))
-        self.grad_spec = self.grad_sent = self._spec_in(self.dtypes.reduced_dtype(name, stored))
+        spec_in, dtypes = self.sharding.spec_in, self.dtypes
+        self.gather_spec = self.sent = spec_in(dtypes.gathered_dtype(name, stored))
+        self.grad_spec = self.grad_sent = spec_in(dtypes.reduced_dtype(name, stored))
         if (ranks := self.mesh_info.shard_world_size) > 1:
             if not hooked:  # which say themselves what travels
                 self.sent = wire.gathered_as(name, self.gather_spec, ranks, self.device)

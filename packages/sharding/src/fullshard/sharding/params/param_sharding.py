@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from fullshard.comm import TensorSpec
 from fullshard.sharding.base.compat import (
     ShardingSpec,
     concatenated_mesh,
@@ -34,7 +35,7 @@ from fullshard.sharding.base.compat import (
     spec_of,
     strided_shard,
 )
-from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
+from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, TwoLevelMeshInfo
 
 __all__ = ["GATHER_HOOKS", "has_hooks", "require_same_hooks", "require_shardable", "sharding_of"]
 
@@ -50,12 +51,21 @@ def sharding_of(param: torch.Tensor, mesh_info: FSDPMeshInfo, dim: int, name: st
     """
     if not isinstance(param, DTensor):
         kind = ParamSharding if param.ndim else ScalarSharding
-        return kind(param, mesh_info, dim)
+        whole = kind(param, mesh_info, dim)
+        if isinstance(mesh_info, TwoLevelMeshInfo):
+            _require_without_hooks(name, param)
+            whole.second = kind(whole.like_part(param), mesh_info.second, dim)
+        return whole
     own = spec_of(param)
     if any(placement.is_partial() for placement in own.placements):
         raise ValueError(
             f"{name} is a DTensor with placements {own.placements}; fully_shard takes parameters "
             "that are sharded or replicated: redistribute it first"
+        )
+    if isinstance(mesh_info, TwoLevelMeshInfo):
+        raise ValueError(
+            f"{name} is a DTensor with placements {own.placements}, and placements= would cut it "
+            "over two levels; let compute and gradients name no axis, or all axes"
         )
     inner = sharding_of(local_shard(param), mesh_info, dim, name)
     return TensorParallelSharding(param, inner, name)
@@ -70,9 +80,11 @@ class ParamSharding:
         dim: the dim that is cut.
         mesh_info: what it is sharded over.
         travels_whole: whether what travels is the parameter: a dense gradient is reduced as it is.
+        second: how this rank's part is cut again, on a two-level mesh; None: it is stored whole.
     """
 
     travels_whole = True
+    second: ParamSharding | None = None
 
     def __init__(self, like: torch.Tensor, mesh_info: FSDPMeshInfo, dim: int) -> None:
         """Take shape and dtype from ``like``."""
@@ -81,9 +93,28 @@ class ParamSharding:
         self.spec: ShardingSpec = make_spec(mesh_info.mesh, mesh_info.placements(dim), like)
         self.mesh_info = mesh_info
 
+    def spec_in(self, dtype: torch.dtype) -> TensorSpec:
+        """Return the spec of what travels, if it does in ``dtype``."""
+        return TensorSpec(shape=tuple(self.shape), dtype=dtype, dim=self.dim)
+
+    @property
+    def second_cut(self) -> ParamSharding:
+        """How this rank's part is cut again; on a two-level mesh only."""
+        assert self.second is not None, "the mesh has two levels"
+        return self.second
+
+    def like_part(self, param: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the meta device like this rank's part over the first level."""
+        mesh_info = self.mesh_info
+        shape = self.spec_in(param.dtype).shard_shape(
+            mesh_info.shard_rank, mesh_info.shard_world_size
+        )
+        return torch.empty(shape, dtype=param.dtype, device="meta")
+
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return what this rank stores of a full tensor: a contiguous copy."""
-        return self.mesh_info.shard_of(full, self.dim)
+        part = self.mesh_info.shard_of(full, self.dim)
+        return part if self.second is None else self.second.shard_of(part)
 
     def to_travel(self, stored: torch.Tensor) -> torch.Tensor:
         """Return what this rank stores as its shard of what travels."""
@@ -116,6 +147,10 @@ class ScalarSharding(ParamSharding):
         self.dim = 0
         self.spec = make_spec(mesh_info.mesh, (Replicate(),) * mesh_info.mesh.ndim, like)
         self.mesh_info = mesh_info
+
+    def like_part(self, param: torch.Tensor) -> torch.Tensor:
+        """Return a 0-d tensor on the meta device: every rank stores the whole."""
+        return torch.empty((), dtype=param.dtype, device="meta")
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``full``."""
@@ -279,6 +314,15 @@ def require_shardable(name: str, param: nn.Parameter) -> None:
     if param.layout != torch.strided:
         raise ValueError(f"{name} has layout {param.layout}; fully_shard takes strided parameters")
     has_hooks(name, _local(param))
+
+
+def _require_without_hooks(name: str, local: torch.Tensor) -> None:
+    if has_hooks(name, local):
+        raise ValueError(
+            f"{name} is a {type(local).__name__} with {GATHER_HOOKS[0]}, and placements= would "
+            "gather it in two steps, which such hooks do not support; let compute and gradients name "
+            "no axis, or all axes"
+        )
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:

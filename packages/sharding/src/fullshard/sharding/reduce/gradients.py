@@ -34,7 +34,8 @@ from fullshard.comm import (
 )
 from fullshard.comm.spi import backend_averages, coalesced_cap_mb, rank_major
 from fullshard.sharding.base.compat import gradients_of, without_torch_function
-from fullshard.sharding.mesh.mesh_info import HSDPMeshInfo
+from fullshard.sharding.mesh.mesh_info import HSDPMeshInfo, TwoLevelMeshInfo
+from fullshard.sharding.mesh.placements import Accumulate
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import WireForms
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
@@ -44,7 +45,7 @@ from fullshard.sharding.reduce.reduction import (
     ReductionSetup,
     SharedComm,
 )
-from fullshard.sharding.reduce.strategies import AliasReduce, HybridReduce, PlainReduce
+from fullshard.sharding.reduce.strategies import AliasReduce, HybridReduce, PlainReduce, TwoLevelReduce
 
 __all__ = ["GroupGradients"]
 
@@ -188,6 +189,7 @@ class GroupGradients:
         grads_after_reduce: whether it ended a forward of the group after that, whose gradients
             are still to be reduced.
         bucket: the queue for reductions of groups that are gathered together; see ``Buckets``.
+        accumulate: what a backward reduces that is not the last of a step.
     """
 
     def __init__(
@@ -204,6 +206,7 @@ class GroupGradients:
         self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
         self.in_unsynced_backward = False
         self.bucket: CoalescedReduction | None = None
+        self.accumulate = Accumulate.ALL
         self._shared = shared
         self._default_comm = default_reduce_scatter(mesh_info.shard_process_group)
         self.settings = ReduceSettings(
@@ -211,9 +214,18 @@ class GroupGradients:
             cap_mb=coalesced_cap_mb(mesh_info.shard_world_size),
         )
         self.replicas = PlainReduce()
-        if isinstance(mesh_info, HSDPMeshInfo):
+        if isinstance(mesh_info, TwoLevelMeshInfo):
+            self.replicas = TwoLevelReduce(mesh_info.replicate_process_group)
+        elif isinstance(mesh_info, HSDPMeshInfo):
             self.replicas = HybridReduce(mesh_info.replicate_process_group)
         self._setups: dict[tuple[bool, ...], Sequence[ReductionSetup]] = {}
+
+    def announce_last(self, is_last: bool) -> None:
+        """Note whether the next backward is the last of a step; others reduce less if so asked."""
+        if self.accumulate is Accumulate.NONE:
+            self.accumulation.enabled = is_last
+        elif self.accumulate is Accumulate.FIRST:
+            self.replicas.synchronise(is_last)
 
     def share(self, shared: SharedComm) -> None:
         """Make the reductions run on the streams of a root and wait in its queue."""

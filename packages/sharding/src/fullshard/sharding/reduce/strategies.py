@@ -2,24 +2,40 @@
 
 [Note: reduce strategies] ``PlainReduce`` is the contract, and the identity: what a collective's
 ``ReducePlan`` launches is the whole reduction. ``AliasReduce`` uses the gradients of a world of one
-directly. ``HybridReduce`` also reduces over replicas (HSDP). The engine never asks which one it
-has, where torch's ``fully_shard`` passes flags and optional groups down one long function.
+directly. ``HybridReduce`` also reduces over replicas (HSDP). ``TwoLevelReduce`` reduces and cuts
+once more, over the second axis of a two-level mesh. The engine never asks which one it has, where torch's ``fully_shard`` passes flags and optional groups down one long function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import ReducedShards, ReduceInFlight, ReduceScaling, all_reduce_shards
-from fullshard.comm.spi import AllReduceInFlight, ReducePlan
+from fullshard.comm import (
+    ReducedShards,
+    ReduceInFlight,
+    ReduceScaling,
+    TensorSpec,
+    all_reduce_shards,
+    default_reduce_scatter,
+)
+from fullshard.comm.spi import AllReduceInFlight, ReducePlan, SecondReduceInFlight, rank_major
 from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.params.param import FSDPParam
 
-__all__ = ["AliasReduce", "Gradients", "HybridReduce", "InFlight", "Launch", "PlainReduce"]
+__all__ = [
+    "AliasReduce",
+    "Gradients",
+    "HybridReduce",
+    "InFlight",
+    "Launch",
+    "PlainReduce",
+    "TwoLevelReduce",
+]
 
 Gradients = list[torch.Tensor | None]
 """Per parameter of a reduction the full gradient; None where this rank has none.
@@ -108,6 +124,7 @@ class AliasReduce(PlainReduce):
 # -- replicas -------------------------------------------------------------------------------------
 
 _Key = tuple[tuple[FSDPParam, ...], torch.dtype]  # which parameters, in which dtype
+_Follower = Callable[..., AllReduceInFlight]  # of a reduction, and ``partial=`` to add before
 
 
 class HybridReduce(PlainReduce):
@@ -137,13 +154,19 @@ class HybridReduce(PlainReduce):
         self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
     ) -> Launch:
         """Return a function whose reductions are all-reduced, or kept for a later one."""
-        return partial(self._launch, plan, params, scaling)
+        return partial(self._launch, plan, params, self._follower(plan, params, scaling))
+
+    def _follower(
+        self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
+    ) -> _Follower:
+        """Return the function that launches what follows a reduce-scatter of ``plan``."""
+        return partial(all_reduce_shards, process_group=self._process_group, scaling=scaling)
 
     def _launch(
         self,
         plan: ReducePlan,
         params: tuple[FSDPParam, ...],
-        scaling: ReduceScaling,
+        follow: _Follower,
         gradients: Gradients,
     ) -> InFlight:
         """Return the reduction with its all-reduce, or one that is kept for a later one."""
@@ -159,7 +182,7 @@ class HybridReduce(PlainReduce):
         # a backward may reduce twice; see [Note: one reduction]
         partial_sum = None if key in self._sent else self._partial.get(key)
         self._sent.append(key)
-        return all_reduce_shards(reduction, self._process_group, scaling, partial_sum)
+        return follow(reduction, partial=partial_sum)
 
     def synchronise(self, enabled: bool) -> None:
         """Turn the all-reduce on or off."""
@@ -180,3 +203,47 @@ class HybridReduce(PlainReduce):
         if not keep:
             self._partial.clear()
             self._ended.clear()
+
+
+# -- two levels -----------------------------------------------------------------------------------
+
+
+class TwoLevelReduce(HybridReduce):
+    """Shards are cut again over the second axis of the mesh: another reduce-scatter follows.
+
+    Without synchronisation, partial results stay whole over the second axis, as in
+    ``HybridReduce``.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        """Start with the second reduction on. ``process_group``: of the second axis."""
+        super().__init__(process_group)
+        self._comm = default_reduce_scatter(process_group)
+
+    def _follower(
+        self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
+    ) -> _Follower:
+        """Return the function that launches the reduction over the second axis."""
+        ranks, dtype = self._process_group.size(), plan.layout.buffer.dtype
+        mask = TensorSpec(shape=(ranks, plan.layout.mask_numel), dtype=dtype, dim=0)
+        specs = tuple([param.sharding.second_cut.spec_in(dtype) for param in params])
+        config = replace(
+            plan.config,
+            comm=self._comm,
+            process_group=self._process_group,
+            scaling=replace(scaling, pre=1.0),
+            name=f"{plan.config.name} (second level)",
+        )
+        second = ReducePlan(rank_major((*specs, mask), ranks, 0), config)
+        return partial(SecondReduceInFlight, plan=second, second_of=partial(_to_second, params))
+
+
+def _to_second(
+    params: tuple[FSDPParam, ...], shards: list[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Return the shards of a first reduction as the full tensors of the second."""
+    both = zip([param.sharding for param in params], shards, strict=True)
+    return [
+        sharding.second_cut.to_reduce(sharding.to_store(shard), shard.dtype)
+        for sharding, shard in both
+    ]

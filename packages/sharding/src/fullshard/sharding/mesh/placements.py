@@ -1,0 +1,183 @@
+"""Where compute parameters, accumulated gradients and optimizer state are sharded.
+
+Owns ``ShardingPlacements`` and its meaning on a mesh. Makes process groups only where several axes
+of a mesh act as one; communicates nothing else.
+
+[Note: placements] The optimizer's axes are those of the sharded parameters. *Compute* is where a
+group goes between its uses, until the parameters change: with all axes it is resharded, with none
+it keeps the full parameters, and with some it keeps compute shards, from which it is gathered over
+these axes only. *Gradients* is where gradients of a backward wait that is not the last before the optimizer's
+step: ``set_is_last_backward(False)``. The last backward reduces over all axes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.sharding.base.compat import concatenated_mesh
+from fullshard.sharding.mesh.mesh_axes import nested_mesh, one_axis
+from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, HSDPMeshInfo, TwoLevelMeshInfo
+
+__all__ = ["Accumulate", "Placed", "ShardingPlacements", "placed_anew"]
+
+_Axes = tuple[str, ...]
+
+
+class Accumulate(Enum):
+    """Over which axes gradients are reduced in a backward that is not the last of a step."""
+
+    NONE = "none"
+    FIRST = "the first level"
+    ALL = "all"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What placements mean on one mesh.
+
+    Attributes:
+        mesh_info: the mesh, as the engine sees it.
+        keeps_full: whether full parameters outlive a reshard until the parameters change.
+        accumulate: where gradients wait for the last backward of a step.
+    """
+
+    mesh_info: FSDPMeshInfo
+    keeps_full: bool = False
+    accumulate: Accumulate = Accumulate.ALL
+
+
+@dataclass(frozen=True)
+class ShardingPlacements:
+    """The axes of a mesh over which the three kinds of training state are sharded.
+
+    Each field names axes of the mesh: no axis, all, or some from its first or its last on; see
+    [Note: placements]. One name may be given without a tuple.
+
+    ======================================  =========  =========  ==========
+    Known as                                compute    gradients  optimizer
+    ======================================  =========  =========  ==========
+    ZeRO-1                                  ``()``     ``()``     None
+    ZeRO-2                                  ``()``     None       None
+    ZeRO-3, FSDP                            None       None       None
+    ZeRO++ hpZ                              ``inner``  None       None
+    Parameters in a host, optimizer in all  ``inner``  ``inner``  None
+    HSDP, MiCS                              None       None       ``inner``
+    ======================================  =========  =========  ==========
+
+    Attributes:
+        compute: axes over which parameters are sharded between their uses; None: those of
+            ``optimizer``.
+        gradients: axes over which gradients are sharded that wait for the last backward of a step;
+            None: those of ``optimizer``. The user announces other backwards by
+            ``set_is_last_backward(False)``.
+        optimizer: axes over which parameters, as the optimizer sees them, and its state are
+            sharded; None: all axes. Over other axes they are replicated.
+    """
+
+    compute: str | _Axes | None = None
+    gradients: str | _Axes | None = None
+    optimizer: str | _Axes | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            TypeError: if a field is neither a name, nor a tuple of names, nor None.
+        """
+        for name in ("compute", "gradients", "optimizer"):
+            value: object = getattr(self, name)
+            axes = (value,) if isinstance(value, str) else value
+            if isinstance(axes, list):
+                axes = tuple(axes)
+            if axes is not None and not (
+                isinstance(axes, tuple) and all(isinstance(each, str) for each in axes)
+            ):
+                raise TypeError(
+                    f"{name} of ShardingPlacements is {value!r}; pass the name of an axis, a tuple "
+                    "of names, or None"
+                )
+            object.__setattr__(self, name, axes)
+
+    def on(self, mesh: DeviceMesh) -> Placed:
+        """Return what these placements mean on ``mesh``.
+
+        Makes process groups where several axes act as one: call it on all ranks of ``mesh`` alike.
+
+        Raises:
+            ValueError: if a field names axes that the mesh lacks, or others than the three states
+                can have together; the message says which can.
+        """
+        names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+        if mesh.ndim > 1 and mesh.mesh_dim_names is None:
+            raise ValueError(
+                f"placements= names axes, and mesh {mesh} has no names; pass mesh_dim_names to "
+                "init_device_mesh"
+            )
+        optimizer = self._axes("optimizer", names, names)
+        if not optimizer:
+            raise ValueError(
+                "optimizer of ShardingPlacements is (); name the axes that shard, or use replicate"
+            )
+        compute = self._axes("compute", optimizer, optimizer)
+        gradients = self._axes("gradients", optimizer, optimizer)
+        some = {axes for axes in (compute, gradients) if axes and axes != optimizer}
+        if len(some) > 1 or (some and compute == optimizer) or (some and optimizer != names):
+            raise ValueError(
+                f"{self} on a mesh of {names}: compute and gradients may each be () or {optimizer};"
+                " if one of them is a part of the axes, the other is (), or the same part, or "
+                "gradients is all of them, and optimizer names all axes of the mesh"
+            )
+        if some:
+            first = some.pop()
+            second = tuple(name for name in names if name not in first)
+            pair = nested_mesh(one_axis(mesh, first), one_axis(mesh, second))
+            mesh_info: FSDPMeshInfo = TwoLevelMeshInfo(pair, placed_on=mesh)
+        elif optimizer != names:
+            replicas = tuple(name for name in names if name not in optimizer)
+            pair = concatenated_mesh([one_axis(mesh, replicas), one_axis(mesh, optimizer)])
+            mesh_info = HSDPMeshInfo(pair, placed_on=mesh)
+        else:
+            flat = mesh if mesh.ndim == 1 else one_axis(mesh, names)
+            mesh_info = FSDPMeshInfo(flat, placed_on=mesh)
+        accumulate = Accumulate.NONE if not gradients else Accumulate.ALL
+        if gradients and gradients != optimizer:
+            accumulate = Accumulate.FIRST
+        return Placed(mesh_info, keeps_full=not compute, accumulate=accumulate)
+
+    def _axes(self, field: str, among: _Axes, default: _Axes) -> _Axes:
+        """Return the axes of ``field``, a prefix or suffix of ``among``."""
+        axes: _Axes | None = getattr(self, field)
+        if axes is None:
+            return default
+        if axes not in (among[: len(axes)], among[len(among) - len(axes) :]):
+            raise ValueError(
+                f"{field} of ShardingPlacements is {axes}; it must name axes from the first or the "
+                f"last of {among} on, in this order, or be () or None"
+            )
+        return axes
+
+
+def placed_anew(mesh_info: FSDPMeshInfo, placements: ShardingPlacements) -> Placed:
+    """Return what ``placements`` mean for parameters that are on ``mesh_info`` already.
+
+    Raises:
+        TypeError: if ``placements`` is no ``ShardingPlacements``.
+        ValueError: if parameters would have to be cut otherwise.
+    """
+    if not isinstance(placements, ShardingPlacements):
+        raise TypeError(
+            f"placements is a {type(placements).__name__}; pass a ShardingPlacements of "
+            "fullshard.sharding"
+        )
+    placed = placements.on(mesh_info.placed_on or mesh_info.mesh)
+    before, after = mesh_info, placed.mesh_info
+    if type(before) is not type(after) or before.process_groups != after.process_groups:
+        raise ValueError(
+            f"{placements} cut parameters over other axes than the present placements, so the "
+            "optimizer would need other shards; build the model with these placements, and load a "
+            "state dict of the present one"
+        )
+    return placed

@@ -1,0 +1,479 @@
+"""``placements=``: where compute parameters, waiting gradients and optimizer state are sharded.
+
+The reference is the unsharded model on the whole batch. Bytes are compared with the formulas of
+``docs/how-to/zero-stages.md``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fullshard.comm import EventKind, EventLog, observe
+from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.sharding import (
+    RankMismatchError,
+    ShardingPlacements,
+    clip_grad_norm_,
+    fully_shard,
+    unsharded,
+)
+from support.apart import private_memory
+from support.events.recorder import group_of
+from support.parity.compare import EXACT, assert_equal, full, gradients_of, parameters_of, rounding
+from support.parity.engines import OURS, shard, tell
+from support.parity.models import CASES
+from support.parity.reference import ByHand, Pair, my_rows
+from support.products import few
+from support.ranks import cpu_mesh, distributed
+
+P = ShardingPlacements
+PLACEMENTS = {
+    "ZeRO-1": P(compute=(), gradients=()),
+    "ZeRO-2": P(compute=()),
+    "ZeRO-3": P(),
+    "hpZ": P(compute="inner"),
+    "inner": P(compute="inner", gradients="inner"),
+    "outer": P(compute="outer", gradients="outer"),
+    "full, inner": P(compute=(), gradients="inner"),
+    "inner, none": P(compute="inner", gradients=()),
+    "HSDP": P(optimizer="inner"),
+    "ZeRO-1 of HSDP": P(compute=(), gradients=(), optimizer="inner"),
+}
+TWO_LEVELS = ["hpZ", "inner", "outer", "full, inner", "inner, none"]
+SHAPES = {"2x2": (2, 2), "1x4": (1, 4)}
+
+
+def mesh_of(shape: str = "2x2") -> DeviceMesh:
+    """Axes outer and inner."""
+    return cpu_mesh(SHAPES[shape], ("outer", "inner"))
+
+
+def pair_of(case: str, placements: P, *, shape: str = "2x2", **options: Any) -> Pair:
+    """A model under ``placements`` and the unsharded one, in float64."""
+    made = shard(
+        CASES[case], OURS, dtype=torch.float64, mesh=mesh_of(shape), placements=placements, **options
+    )
+    return Pair(CASES[case], made)
+
+
+def accumulate(pair: Pair, *indices: int) -> None:
+    """Backwards of one step, announced as users do."""
+    for index in indices:
+        if index != indices[0] or pair.model.__dict__.get("ran"):
+            tell(pair.model, "set_is_last_backward", index == indices[-1])
+        losses = pair.losses(index)
+        tell(pair.model, "set_is_last_backward", index == indices[-1])
+        pair.model.__dict__["ran"] = True
+        for loss in losses:
+            loss.backward()
+        pair._backwards += 1
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("case", ["uneven", "transformer", "empty", "tied-across-groups", "lora"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("memory", [nullcontext, private_memory])
+@distributed(4)
+def test_steps_of_several_backwards_equal_those_of_the_unsharded_model(
+    name: str, case: str, shape: str, memory: Any
+) -> None:
+    with memory():
+        pair = pair_of(case, PLACEMENTS[name], shape=shape)
+        for step in range(3):
+            accumulate(pair, 3 * step, 3 * step + 1, 3 * step + 2)
+            pair.check(what=name)
+            for model in (pair.model, pair.whole):
+                clip_grad_norm_(model.parameters(), 0.1)
+            pair.step()
+        pair.check(what=name)
+
+
+@pytest.mark.parametrize("name", few(PLACEMENTS, "ZeRO-2", "inner"))
+@distributed(4)
+def test_mixed_precision_equals_its_definition(name: str) -> None:
+    case = CASES["transformer"]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model: Any = shard(case, OURS, mp_policy=policy, mesh=mesh_of(), placements=PLACEMENTS[name])
+    by_hand = ByHand(case, 4, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for index in range(2):
+        inputs, targets = case.batch(index, torch.float32)
+        loss = case.loss(model(inputs[my_rows()]), targets[my_rows()])
+        model.set_is_last_backward(index == 1)
+        loss.backward()
+        by_hand.backward(index)
+    # The sums are the same ones in another order.
+    want = gradients_of(by_hand.masters)
+    assert_equal(gradients_of(model), want, rounding(4, steps=2), "gradients")
+
+
+class _Kinds(nn.Module):
+    """A 0-d parameter, a frozen one, one that no forward uses and one of fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 7)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.ones(7, 2), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(5))
+        self.few = nn.Parameter(torch.ones(1, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.scale * self.few) @ self.frozen
+
+
+@pytest.mark.parametrize("name", few(PLACEMENTS, "ZeRO-1", "inner", "full, inner"))
+@distributed(4)
+def test_parameters_of_all_kinds(name: str) -> None:
+    torch.manual_seed(0)
+    whole = _Kinds().double()
+    model: Any = copy.deepcopy(whole)
+    fully_shard(model, mesh=mesh_of(), placements=PLACEMENTS[name])
+    for index in range(2):
+        batch = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
+        out = model(batch[my_rows()])
+        model.set_is_last_backward(index == 1)
+        out.square().mean().backward()
+        whole(batch).square().mean().backward()
+    assert model.unused.grad is None  # no rank used it
+    assert_equal(gradients_of(model), gradients_of(whole), rounding(4, steps=2), "gradients")
+
+
+# -- what is communicated, and what is held -------------------------------------------------------
+
+WIDTH, ITEM = 16, 8  # float64
+
+
+def _slice(numel: int, ranks: int, marks: int = 0) -> int:
+    """Bytes of one rank's slice of a collective: a part of the tensor and marks, padded to 16."""
+    return -(-(numel // ranks + marks) * ITEM // 16) * 16
+
+
+def _sent(log: EventLog, kind: EventKind, *, second: bool) -> int:
+    """Bytes of all collectives of a kind, of the second level or the first."""
+    events = [each for each in log.of(kind) if each.name.endswith("(second level)") is second]
+    return sum(event.nbytes for event in events)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+@distributed(4)
+def test_bytes_that_travel_and_are_held_equal_the_formulas(name: str) -> None:
+    placements, micro_batches, numel = PLACEMENTS[name], 3, WIDTH * WIDTH
+    mesh = mesh_of()
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))).double()
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh, placements=placements)
+    model.set_gather_bucket_cap(0)
+    model.set_reduce_bucket_cap(0)
+    optimizer = torch.optim.Adam(model.parameters())
+    log = EventLog()
+    with private_memory():
+        for step in range(2):  # the first also checks that ranks agree
+            with observe(log) if step else nullcontext():
+                for index in range(micro_batches):
+                    out = model(torch.ones(2, WIDTH, dtype=torch.float64))
+                    model.set_is_last_backward(index == micro_batches - 1)
+                    out.sum().backward()
+                held = sum(map(_held_bytes, model))
+                optimizer.step()
+                optimizer.zero_grad()
+    optimizer_ranks = 2 if placements.optimizer else 4
+    first = 2 if name in TWO_LEVELS else optimizer_ranks
+    two_levels = name in TWO_LEVELS
+    gathers = 1 if placements.compute == () else 2 * micro_batches
+    reductions = 1 if placements.gradients == () else micro_batches
+    later = micro_batches if placements.gradients is None else 1
+    layers = 2
+    assert _sent(log, EventKind.ALL_GATHER, second=False) == (
+        layers * gathers * first * _slice(numel, first)
+    )
+    assert _sent(log, EventKind.REDUCE_SCATTER, second=False) == (
+        layers * reductions * first * _slice(numel, first, 1)
+    )
+    assert _sent(log, EventKind.ALL_GATHER, second=True) == (
+        layers * two_levels * 2 * _slice(numel // first, 2)
+    )
+    assert _sent(log, EventKind.REDUCE_SCATTER, second=True) == (
+        layers * two_levels * later * 2 * _slice(numel // first, 2, 1)
+    )
+    local = [each.to_local() for each in model.parameters()]
+    assert sum(each.nbytes for each in local) == layers * numel * ITEM // optimizer_ranks
+    states = [state["exp_avg"].to_local() for state in optimizer.state.values()]
+    assert sum(each.nbytes for each in states) == layers * numel * ITEM // optimizer_ranks
+    compute = layers * numel * ITEM // first if two_levels else 0
+    assert held == compute + (layers * numel * ITEM if placements.compute == () else 0)
+
+
+def _held_bytes(layer: nn.Module) -> int:
+    """Bytes of full parameters and compute shards that a layer holds now."""
+    group = group_of(layer)
+    full_bytes = sum(each.unsharded.untyped_storage().nbytes() for each in group.params)
+    sent: Any = group.gathering.prepare().inputs.sends(group.gathering.config)
+    stored = {each.shard.untyped_storage().data_ptr() for each in group.params}
+    others = [each for each in sent.tensors if each.untyped_storage().data_ptr() not in stored]
+    return full_bytes + sum(each.untyped_storage().nbytes() for each in others)
+
+
+# -- what a user's program does around a step -----------------------------------------------------
+
+
+def _gathers(log: EventLog) -> int:
+    return len(log.of(EventKind.UNSHARD))
+
+
+@pytest.mark.parametrize("name", ["ZeRO-2", "inner"])
+@distributed(4)
+def test_a_copy_is_kept_until_the_parameters_change(name: str) -> None:
+    """By an optimizer, by loading, by writing back, or by a user who says so."""
+    pair = pair_of("uneven", PLACEMENTS[name])
+    model: Any = pair.model
+    batch = torch.ones(2, 6, dtype=torch.float64)
+    groups = 3
+    kept = 0 if name == "ZeRO-2" else groups
+
+    def gathers_of_a_forward() -> tuple[int, bool]:
+        log = EventLog()
+        with observe(log), torch.no_grad():
+            model(batch)
+        levels = [each.name.endswith("(second level)") for each in log.of(EventKind.ALL_GATHER)]
+        return _gathers(log), any(levels)
+
+    with private_memory():
+        for each in model.modules():
+            if hasattr(each, "set_gather_bucket_cap"):
+                each.set_gather_bucket_cap(0)
+        gathers_of_a_forward()
+        assert gathers_of_a_forward() == (kept, False)
+        pair.backward(0)
+        pair.step()
+        assert all(isinstance(each, DTensor) for each in model.parameters())
+        second = name == "inner"
+        assert gathers_of_a_forward() == (groups, second)
+        assert gathers_of_a_forward() == (kept, False)
+        model.load_state_dict(model.state_dict())
+        assert gathers_of_a_forward() == (groups, second)
+        with torch.no_grad():
+            for each in (*model.parameters(), *pair.whole.parameters()):
+                each.mul_(0.5)
+        model.parameters_changed()
+        pair.backward(1)
+        pair.step()
+        with unsharded(model, writeback=True), torch.no_grad():
+            for each in (*model.parameters(), *pair.whole.parameters()):
+                each.add_(0.25)
+        pair.backward(2)
+        pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("name", ["ZeRO-2", "inner"])
+@distributed(4)
+def test_a_kept_copy_that_a_user_may_have_written_to_is_not_used_again(name: str) -> None:
+    pair = pair_of("uneven", PLACEMENTS[name])
+    pair.backward(0)
+    layer: Any = pair.model.get_submodule("first")
+    layer.unshard()
+    with torch.no_grad():
+        layer.weight.fill_(100.0)
+    layer.reshard()
+    pair.backward(1)
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("name", ["ZeRO-1", "inner", "full, inner"])
+@distributed(4)
+def test_local_accumulation_and_a_backward_that_raises(name: str) -> None:
+    pair = pair_of("uneven", PLACEMENTS[name])
+    model: Any = pair.model
+    model.set_requires_gradient_sync(False)
+    pair.backward(0)
+    model.set_requires_gradient_sync(True)
+    pair.backward(1)
+    pair.check()
+    pair.step()
+    last: Any = model.get_submodule("last")
+    handle = last.register_full_backward_pre_hook(_raise)
+    with pytest.raises(ArithmeticError, match="planted"):
+        pair.losses(2)[0].backward()
+    handle.remove()
+    model.reset_iter_state()
+    pair.backward(3)
+    pair.step()
+    pair.check()
+
+
+def _raise(*_: object) -> None:
+    raise ArithmeticError("planted")
+
+
+@pytest.mark.parametrize("name", few(["ZeRO-2", "inner", "outer"], "inner", "ZeRO-2"))
+@distributed(4)
+def test_shards_may_live_on_the_host_and_blocks_may_be_recomputed(name: str) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+    )
+
+    case = CASES["transformer"]
+    pair = pair_of("transformer", PLACEMENTS[name], offload_policy=CPUOffloadPolicy())
+    blocks = [type(pair.model.get_submodule(case.units[0]))]
+    apply_activation_checkpointing(
+        pair.model,
+        checkpoint_wrapper_fn=checkpoint_wrapper,
+        check_fn=lambda module: any(kind in type(module).__mro__ for kind in blocks),
+    )
+    for step in range(2):
+        accumulate(pair, 2 * step, 2 * step + 1)
+        pair.step()
+    pair.check()
+
+
+# -- changes --------------------------------------------------------------------------------------
+
+CHANGES = [
+    ("ZeRO-3", "ZeRO-1"),
+    ("ZeRO-1", "ZeRO-2"),
+    ("ZeRO-2", "ZeRO-3"),
+    ("hpZ", "inner"),
+    ("inner", "full, inner"),
+    ("full, inner", "inner, none"),
+    ("HSDP", "ZeRO-1 of HSDP"),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=" to ".join)
+@distributed(4)
+def test_placements_change_between_steps_where_the_optimizer_keeps_its_shards(
+    change: tuple[str, str],
+) -> None:
+    pair = pair_of("uneven", PLACEMENTS[change[0]])
+    for step in range(4):
+        if step == 2:
+            tell(pair.model, "set_placements", PLACEMENTS[change[1]])
+        accumulate(pair, 2 * step, 2 * step + 1)
+        pair.step()
+    pair.check()
+
+
+@distributed(4)
+def test_placements_that_need_other_shards_are_refused() -> None:
+    pair = pair_of("uneven", PLACEMENTS["ZeRO-3"])
+    with pytest.raises(ValueError, match=r"compute='?\('inner',\).*load a state dict"):
+        tell(pair.model, "set_placements", PLACEMENTS["inner"])
+    with pytest.raises(TypeError, match="placements is a str"):
+        tell(pair.model, "set_placements", "inner")
+    accumulate(pair, 0, 1)
+    pair.step()
+    pair.check()
+
+
+MOVES = [("inner", "ZeRO-3"), ("ZeRO-2", "outer"), ("HSDP", "hpZ"), ("outer", "inner")]
+
+
+@pytest.mark.parametrize("move", MOVES, ids=" to ".join)
+@distributed(4)
+def test_state_dicts_move_between_placements_and_into_plain_torch(move: tuple[str, str]) -> None:
+    """Model and optimizer, by torch's own functions; both runs go on to the same numbers."""
+    first, second = (pair_of("uneven", PLACEMENTS[name]) for name in move)
+    accumulate(first, 0, 1)
+    first.step()
+    model, states = get_state_dict(first.model, first._optimizers[0])
+    whole = _mapped(full, model), _mapped(full, states)
+    placed = [
+        _mapped_pairs(_placed_like, wanted, given)
+        for wanted, given in zip(get_state_dict(second.model, second._optimizers[0]), whole)
+    ]
+    set_state_dict(
+        second.model, second._optimizers[0], model_state_dict=placed[0], optim_state_dict=placed[1]
+    )
+    plain = first.whole
+    assert_equal({**whole[0]}, parameters_of(plain), rounding(4, steps=3), "parameters")
+    for pair in (first, second):
+        pair.model.__dict__["ran"] = True
+        accumulate(pair, 2, 3)
+        pair.step()
+    got, want = parameters_of(second.model), parameters_of(first.model)
+    assert_equal(got, want, rounding(4, steps=3), "parameters after the move")
+
+
+def _mapped(change: Any, tree: Any) -> Any:
+    """``change`` of each tensor in nested dicts and lists."""
+    if isinstance(tree, dict):
+        return {key: _mapped(change, value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_mapped(change, value) for value in tree]
+    return change(tree) if isinstance(tree, torch.Tensor) else tree
+
+
+def _mapped_pairs(change: Any, like: Any, tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {
+            key: _mapped_pairs(change, like.get(key) if isinstance(like, dict) else None, value)
+            for key, value in tree.items()
+        }
+    return change(like, tree) if isinstance(tree, torch.Tensor) else tree
+
+
+def _placed_like(like: Any, tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements)
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+BAD = {
+    "unknown axis": (P(compute="left"), ValueError, r"compute .* \('left',\).*\('outer', 'inner'\)"),
+    "other order": (P(optimizer=("inner", "outer")), ValueError, "optimizer of ShardingPlacements"),
+    "no optimizer": (P(optimizer=()), ValueError, "use replicate"),
+    "two parts": (P(compute="outer", gradients="inner"), ValueError, "the same part"),
+    "finer compute": (P(gradients="inner"), ValueError, "the other is"),
+    "no placements": ("inner", TypeError, "placements is a str; pass a ShardingPlacements"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@distributed(4)
+def test_placements_that_cannot_be_are_refused(name: str) -> None:
+    placements, error, words = BAD[name]
+    model = nn.Linear(4, 4)
+    with pytest.raises(error, match=words):
+        fully_shard(model, mesh=mesh_of(), placements=placements)  # type: ignore[call-overload]
+    assert type(model) is nn.Linear
+
+
+def test_a_field_that_names_no_axis_is_refused() -> None:
+    with pytest.raises(TypeError, match="gradients of ShardingPlacements is 3"):
+        P(gradients=3)  # type: ignore[arg-type]
+
+
+@distributed(4)
+def test_arguments_that_contradict_placements_are_refused() -> None:
+    from fullshard.sharding import DataParallelMeshDims
+
+    mesh = mesh_of()
+    with pytest.raises(ValueError, match="dp_mesh_dims both name axes"):
+        dims = DataParallelMeshDims(shard="inner")
+        fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=dims, placements=P())
+    with pytest.raises(ValueError, match="reshard_after_forward is 2"):
+        fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=2, placements=P())
+
+
+@distributed(4)
+def test_ranks_with_different_placements_are_told_which() -> None:
+    name = "ZeRO-1" if dist.get_rank() == 1 else "ZeRO-2"
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh_of(), placements=PLACEMENTS[name])
+    with pytest.raises(RankMismatchError, match="gradients that wait reduced over: none"):
+        model(torch.ones(1, 4))
