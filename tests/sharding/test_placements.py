@@ -7,8 +7,7 @@ The reference is the unsharded model on the whole batch. Bytes are compared with
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ from fullshard.sharding import (
 )
 from support.apart import private_memory
 from support.events.recorder import group_of
-from support.parity.compare import EXACT, assert_equal, full, gradients_of, parameters_of, rounding
+from support.parity.compare import assert_equal, full, gradients_of, parameters_of, rounding
 from support.parity.engines import OURS, shard, tell
 from support.parity.models import CASES
 from support.parity.reference import ByHand, Pair, my_rows
@@ -62,7 +61,12 @@ def mesh_of(shape: str = "2x2") -> DeviceMesh:
 def pair_of(case: str, placements: P, *, shape: str = "2x2", **options: Any) -> Pair:
     """A model under ``placements`` and the unsharded one, in float64."""
     made = shard(
-        CASES[case], OURS, dtype=torch.float64, mesh=mesh_of(shape), placements=placements, **options
+        CASES[case],
+        OURS,
+        dtype=torch.float64,
+        mesh=mesh_of(shape),
+        placements=placements,
+        **options,
     )
     return Pair(CASES[case], made)
 
@@ -141,7 +145,9 @@ def test_parameters_of_all_kinds(name: str) -> None:
     model: Any = copy.deepcopy(whole)
     fully_shard(model, mesh=mesh_of(), placements=PLACEMENTS[name])
     for index in range(2):
-        batch = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
+        batch = torch.randn(
+            8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(index)
+        )
         out = model(batch[my_rows()])
         model.set_is_last_backward(index == 1)
         out.square().mean().backward()
@@ -393,7 +399,9 @@ def test_state_dicts_move_between_placements_and_into_plain_torch(move: tuple[st
     whole = _mapped(full, model), _mapped(full, states)
     placed = [
         _mapped_pairs(_placed_like, wanted, given)
-        for wanted, given in zip(get_state_dict(second.model, second._optimizers[0]), whole)
+        for wanted, given in zip(
+            get_state_dict(second.model, second._optimizers[0]), whole, strict=True
+        )
     ]
     set_state_dict(
         second.model, second._optimizers[0], model_state_dict=placed[0], optim_state_dict=placed[1]
@@ -435,7 +443,11 @@ def _placed_like(like: Any, tensor: torch.Tensor) -> torch.Tensor:
 # -- errors ---------------------------------------------------------------------------------------
 
 BAD = {
-    "unknown axis": (P(compute="left"), ValueError, r"compute .* \('left',\).*\('outer', 'inner'\)"),
+    "unknown axis": (
+        P(compute="left"),
+        ValueError,
+        r"compute .* \('left',\).*\('outer', 'inner'\)",
+    ),
     "other order": (P(optimizer=("inner", "outer")), ValueError, "optimizer of ShardingPlacements"),
     "no optimizer": (P(optimizer=()), ValueError, "use replicate"),
     "two parts": (P(compute="outer", gradients="inner"), ValueError, "the same part"),

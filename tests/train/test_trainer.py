@@ -104,6 +104,16 @@ def test_training_equals_training_the_unsharded_model_on_whole_batches(
     assert_trained_as(ran[0], expected, model)
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_all_zero_stages_train_the_same_model(tmp_path: Path, zero: int) -> None:
+    config = small_config(
+        train={"accumulate": 2}, parallel={"zero": zero}, optim={"epsilon": EPSILON}
+    )
+    expected, model = _plain_training(config)
+    ran: list[Ran] = run_on_ranks(_run, 2, config, tmp_path)
+    assert_trained_as(ran[0], expected, model)
+
+
 @pytest.mark.parametrize(
     "parallel",
     few(

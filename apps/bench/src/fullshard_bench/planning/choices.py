@@ -13,13 +13,28 @@ from dataclasses import replace
 import torch
 
 from fullshard.preflight import Choice
+from fullshard.sharding import ShardingPlacements
 from fullshard_bench.contestants.fsdp_options import parse_reshard
 from fullshard_bench.errors import BenchError
 from fullshard_bench.settings import DTYPES, Settings
 
 __all__ = ["add_choices", "choices_of"]
 
-_NAMED = ("dtype", "reshard", "prefetch", "group", "checkpointing", "offload", "micro_batches")
+ZERO = {
+    1: ShardingPlacements(compute=(), gradients=()),
+    2: ShardingPlacements(compute=()),
+    3: None,
+}
+_NAMED = (
+    "dtype",
+    "zero",
+    "reshard",
+    "prefetch",
+    "group",
+    "checkpointing",
+    "offload",
+    "micro_batches",
+)
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +44,7 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--dtype", nargs="+", choices=DTYPES, help="of computing (bfloat16)")
     how.add_argument("--reduce-dtype", choices=DTYPES, default=Settings().reduce_dtype)
+    how.add_argument("--zero", nargs="+", type=int, choices=ZERO, help="stage: ZeRO-1, 2 or 3")
     how.add_argument("--reshard", nargs="+", metavar="WHEN", help="default, always, never or N")
     how.add_argument("--prefetch", nargs="+", type=int, metavar="N", help="units ahead, or -1")
     how.add_argument("--group", nargs="+", type=int, metavar="N", help="units in one gather")
@@ -54,6 +70,8 @@ def choices_of(options: argparse.Namespace) -> list[Choice]:
 def _one_at_a_time(base: Choice, rows: int) -> Iterator[Choice]:
     """The usual choice, and variants with one change."""
     yield base
+    yield replace(base, placements=ZERO[2])
+    yield replace(base, placements=ZERO[1])
     yield replace(base, reshard=False)
     yield replace(base, recompute=True)
     yield replace(base, recompute=True, reshard=False)
@@ -66,13 +84,23 @@ def _one_at_a_time(base: Choice, rows: int) -> Iterator[Choice]:
 
 
 def _product(options: argparse.Namespace, reduced: torch.dtype) -> Iterator[Choice]:
-    for micro_batches, offload, recompute, group, prefetch, reshard, dtype in itertools.product(
+    for (
+        micro_batches,
+        offload,
+        recompute,
+        group,
+        prefetch,
+        reshard,
+        zero,
+        dtype,
+    ) in itertools.product(
         options.micro_batches or [1],
         ["no"] if options.offload is None else options.offload or ["yes"],
         options.checkpointing or ["no"],
         options.group or [1],
         options.prefetch or [-1],
         options.reshard or ["default"],
+        options.zero or [3],
         options.dtype or ["bfloat16"],
     ):
         try:
@@ -85,6 +113,7 @@ def _product(options: argparse.Namespace, reduced: torch.dtype) -> Iterator[Choi
                 dtype=None if dtype == "float32" else getattr(torch, dtype),
                 reduce_dtype=None if dtype == "float32" else reduced,
                 micro_batches=micro_batches,
+                placements=ZERO[zero],
             )
         except ValueError as error:
             raise BenchError(f"--{str(error).replace('_', '-', 1)}") from None

@@ -29,7 +29,7 @@ from fullshard_train.task import Task
 from fullshard_train.tasks import build_model
 from fullshard_train.training.measures import described
 from fullshard_train.training.optim import build_optimizer
-from fullshard_train.training.sharded import shard_model
+from fullshard_train.training.sharded import announce, shard_model
 from fullshard_train.training.trainer import cross_entropy
 
 __all__ = ["Planned", "Watched", "plan_run"]
@@ -47,8 +47,9 @@ class Planned:
     def __str__(self) -> str:
         """The plan, and the settings that a budget may have changed, in one line each."""
         train, parallel = self.config.train, self.config.parallel
-        kept = "freed" if parallel.reshard_after_forward else "kept"
-        words = f"train.accumulate {train.accumulate}, parameters {kept} after forward"
+        frees = parallel.zero == 3 and parallel.reshard_after_forward
+        kept = f"parameters {'freed' if frees else 'kept'} after forward"
+        words = f"ZeRO-{parallel.zero}, train.accumulate {train.accumulate}, {kept}"
         return f"{words}\n{self.plan}"
 
 
@@ -109,12 +110,13 @@ def _candidates(config: Config, ranks: int) -> Iterator[Config]:
     """The config, then those that need less memory, from the one with least to do."""
     rows = config.train.batch // ranks
     cuts = [n for n in range(config.train.accumulate, rows + 1) if rows % n == 0]
-    reshards = dict.fromkeys((config.parallel.reshard_after_forward, True))
-    for cut, reshard in itertools.product(cuts, reshards):
+    asked = config.parallel
+    stages = [(asked.zero, asked.reshard_after_forward), (3, asked.reshard_after_forward)]
+    for cut, (zero, reshard) in itertools.product(cuts, dict.fromkeys((*stages, (3, True)))):
         yield replace(
             config,
             train=replace(config.train, accumulate=cut),
-            parallel=replace(config.parallel, reshard_after_forward=reshard),
+            parallel=replace(asked, zero=zero, reshard_after_forward=reshard),
         )
 
 
@@ -146,7 +148,7 @@ def _plan(
 
     def loss(model: nn.Module, given: Rows) -> torch.Tensor:
         assert isinstance(model, FSDPModule)
-        model.set_requires_gradient_sync(next(calls) % micro_batches == 0)
+        announce(model, config, last=next(calls) % micro_batches == 0)
         return cross_entropy(model(given[0]), given[1], reduction="mean") / micro_batches
 
     try:

@@ -197,6 +197,7 @@ class ParallelConfig:
         "int8 both ways",
         "int8 both ways with error feedback",
     ]
+    zero: Literal[1, 2, 3]
     reshard_after_forward: bool
     peak_flops: FiniteOrZero  # of one device; 0: by its name
 

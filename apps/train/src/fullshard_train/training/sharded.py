@@ -7,6 +7,7 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import FSDPModule, fully_shard
+from fullshard.sharding import FSDPModule, ShardingPlacements, fully_shard
 from fullshard.wire import ErrorFeedback, Quantised, WirePolicy
 from fullshard_train.seeds import generator_for
 from fullshard_train.settings.config import Config
@@ -28,12 +29,20 @@ InitialValue: TypeAlias = Callable[[str, torch.Size, torch.Generator], torch.Ten
 __all__ = [
     "InitialValue",
     "Layered",
+    "announce",
     "build_sharded_model",
     "initialise",
     "mixed_precision",
     "shard_model",
     "wire_policy",
 ]
+
+_PLACEMENTS = {
+    1: ShardingPlacements(compute=(), gradients=()),
+    2: ShardingPlacements(compute=()),
+    3: None,
+}
+"""By ZeRO stage; None: what the mesh says, which may replicate."""
 
 
 class Layered(Protocol):
@@ -109,13 +118,29 @@ def shard_model(
     policy = mixed_precision(config.parallel, device, as_stored=adapters)
     wire = wire_policy(config.parallel)
     reshard = config.parallel.reshard_after_forward
+    shard = partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=policy,
+        wire_policy=wire,
+        placements=_PLACEMENTS[config.parallel.zero],
+    )
     for layer in task.layers(model):
-        fully_shard(
-            layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, wire_policy=wire
-        )
-    fully_shard(model, mesh=mesh, mp_policy=policy, wire_policy=wire)
+        shard(layer, reshard_after_forward=reshard)
+    shard(model)
     assert isinstance(model, FSDPModule)
     return model
+
+
+def announce(model: FSDPModule, config: Config, *, last: bool) -> None:
+    """Say whether the next backward is the last of a step; others leave gradients to wait.
+
+    They wait unsharded, but with `zero = 2`, which reduces them each time.
+    """
+    if config.parallel.zero == 2:
+        model.set_is_last_backward(last)
+    else:
+        model.set_requires_gradient_sync(last)
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ from fullshard_train.task import IGNORED, Evaluation, Task
 from fullshard_train.training.measures import Measures, Memory, utilisation_of
 from fullshard_train.training.optim import build_optimizer
 from fullshard_train.training.schedule import learning_rate
-from fullshard_train.training.sharded import build_sharded_model, wire_policy
+from fullshard_train.training.sharded import announce, build_sharded_model, wire_policy
 
 __all__ = ["Outputs", "Trainer", "cross_entropy"]
 
@@ -253,9 +253,7 @@ class Trainer:
         for micro in range(train.accumulate):
             rows = self.world.share.rows(train.batch, micro=micro, accumulate=train.accumulate)
             batch = self.task.training_rows(self.step, rows).to(self.device)
-            # Gradients are reduced once, after the last micro-batch; until then they add up
-            # unsharded.
-            model.set_requires_gradient_sync(micro == train.accumulate - 1)
+            announce(model, self.config, last=micro == train.accumulate - 1)
             logits = model(batch.inputs)
             loss = cross_entropy(logits, batch.targets, reduction="sum")
             loss = loss * self.world.size / counted

@@ -34,11 +34,11 @@ from fullshard.sharding.mesh.mesh_info import (
     FSDPMeshInfo,
     HSDPMeshInfo,
 )
+from fullshard.sharding.mesh.placements import ShardingPlacements
 from fullshard.sharding.optim.clip import clip_grad_norm_, grad_norm
 from fullshard.sharding.optim.rebinding import rebind_optimizer
 from fullshard.sharding.params.data_setter import take_over_data
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.mesh.placements import ShardingPlacements
 from fullshard.sharding.protocols import (
     FixedReshard,
     FullWidth,

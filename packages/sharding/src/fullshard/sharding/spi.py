@@ -24,6 +24,7 @@ from fullshard.sharding.hooks.lookup import groups_of, state_of, the_states
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.hooks.static_schedule import StaticSchedule
 from fullshard.sharding.mesh.mesh_info import device_of_mesh, device_type_of
+from fullshard.sharding.mesh.placements import Accumulate
 from fullshard.sharding.mesh.subgroups import known_subgroup
 from fullshard.sharding.optim.rules import STEP_NUMBERS
 from fullshard.sharding.params.lookup import owner_of, sharded_of
@@ -33,6 +34,7 @@ from fullshard.sharding.reduce.strategies import PlainReduce
 __all__ = [
     "PLAIN",
     "STEP_NUMBERS",
+    "Accumulate",
     "Comparison",
     "HeldStep",
     "Mode",

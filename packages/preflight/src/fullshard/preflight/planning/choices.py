@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
 from fullshard.preflight.compat import map_leaves
-from fullshard.sharding import fully_shard
+from fullshard.sharding import ShardingPlacements, fully_shard
 
 __all__ = ["Choice", "blocks_of", "recompute_units", "split_batch"]
 
@@ -37,6 +37,7 @@ class Choice:
         dtype: what is computed and gathered in; None: the parameters' own.
         reduce_dtype: what gradients are reduced in; None: ``dtype``.
         micro_batches: the batch is computed in so many equal parts, one after another.
+        placements: over which axes the three kinds of state are sharded; None: the mesh's own.
     """
 
     reshard: bool | int | None = None
@@ -47,6 +48,7 @@ class Choice:
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     micro_batches: int = 1
+    placements: ShardingPlacements | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -69,6 +71,8 @@ class Choice:
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=self.dtype, reduce_dtype=self.reduce_dtype
             )
+        if self.placements is not None:
+            options["placements"] = self.placements
         if self.offload:
             options["offload_policy"] = CPUOffloadPolicy()
         if self.prefetch == 0:
@@ -95,6 +99,8 @@ class Choice:
     def __str__(self) -> str:
         """Describe the fields that differ from their defaults."""
         words = [str(self.dtype).removeprefix("torch.")] if self.dtype is not None else []
+        if self.placements is not None:
+            words.append(str(self.placements))
         if self.reshard is not None:
             whole = "reshard always" if self.reshard else "keep gathered"
             kept = isinstance(self.reshard, bool)

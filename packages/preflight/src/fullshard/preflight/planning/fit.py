@@ -19,15 +19,23 @@ from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.world import MeshLike
 from fullshard.preflight.sizes import parse_bytes
 from fullshard.preflight.verification.program import adamw
+from fullshard.sharding import ShardingPlacements
 
 __all__ = ["CHOICES", "BudgetError", "Fit", "fit"]
 
 CHOICES: tuple[Choice, ...] = tuple(
-    Choice(reshard=reshard, recompute=recompute)
-    for recompute, reshard in ((False, False), (False, None), (True, False), (True, None))
+    Choice(recompute=recompute, **options)
+    for recompute in (False, True)
+    for options in (
+        {"placements": ShardingPlacements(compute=(), gradients=())},
+        {"placements": ShardingPlacements(compute=())},
+        {"reshard": False},
+        {},
+    )
 )
-"""What ``fit`` tries: keep parameters or gather them again, keep activations or compute them again;
-from the one with least to do to the one with least memory."""
+"""What ``fit`` tries: ZeRO-1, ZeRO-2, ZeRO-3 with parameters kept until backward, ZeRO-3; each with
+activations that are kept or computed again. From the one with least to do to the one with least
+memory."""
 
 
 class BudgetError(ValueError):

@@ -37,6 +37,8 @@ from fullshard.preflight.simulation.device import accelerated
 from fullshard.preflight.simulation.host import offloading
 from fullshard.preflight.simulation.streams import Machine
 from fullshard.preflight.verification.program import adamw
+from fullshard.sharding import FSDPModule
+from fullshard.sharding.spi import Accumulate, groups_of
 
 __all__ = ["PlanError", "plan", "shard_blocks"]
 
@@ -243,6 +245,10 @@ class _Run:
     ) -> None:
         self._model, self._loss, self._ledger = model, loss, ledger
         self._micro_batches = micro_batches
+        self._announces: FSDPModule | None = None  # if gradients wait for the last backward
+        if isinstance(model, FSDPModule):
+            kinds = {group.gradients.accumulate for group in groups_of(model, recurse=True)}
+            self._announces = None if kinds <= {Accumulate.ALL} else model
         self.optimizer = optimizer(model.parameters())
         check_optimizer(self.optimizer)
         ledger.note(Category.SHARDS, list(model.parameters()), list(model.buffers()))
@@ -253,8 +259,11 @@ class _Run:
         """Run one step of the optimizer."""
         note = self._ledger.note
         map_leaves(partial(note, Category.BATCH), batch)
-        for _ in range(self._micro_batches):
-            self._loss_of(batch).backward()
+        for number in range(1, self._micro_batches + 1):
+            loss = self._loss_of(batch)
+            if self._announces is not None:
+                self._announces.set_is_last_backward(number == self._micro_batches)
+            loss.backward()
         note(Category.GRADIENTS, [each.grad for each in self._model.parameters()])
         self.optimizer.step()
         for state in self.optimizer.state.values():

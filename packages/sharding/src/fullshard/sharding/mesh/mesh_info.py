@@ -215,11 +215,10 @@ class HSDPMeshInfo(FSDPMeshInfo):
 
 @dataclass(frozen=True)
 class TwoLevelMeshInfo(HSDPMeshInfo):
-    """A 2-D mesh over which parameters are stored in parts, while one axis computes with larger ones.
+    """A 2-D mesh that cuts parameters over its first axis, and each part over its second axis.
 
-    The first axis is that of ``compute`` in ``ShardingPlacements``: ranks of it gather full
-    parameters from *compute shards*. Each compute shard is cut again over the second axis, and the
-    optimizer sees these parts. So gradients are reduced over the first axis, then over the second.
+    Full parameters are gathered over the first axis, from *compute shards*. The optimizer sees the
+    parts of a compute shard. Gradients are reduced over the first axis, then over the second.
 
     Attributes:
         shard_mesh_dim: the axis over which compute shards are gathered.
@@ -236,7 +235,7 @@ class TwoLevelMeshInfo(HSDPMeshInfo):
         return FSDPMeshInfo(self.mesh[self.mesh.mesh_dim_names[1]])
 
     def placements(self, dim: int) -> tuple[Placement, ...]:
-        """Return the placements of a parameter that is cut on ``dim``: by one axis after another."""
+        """Return the placements of a parameter that both axes cut on ``dim``, in mesh order."""
         return Shard(dim), Shard(dim)
 
 

@@ -3,11 +3,11 @@
 Owns ``ShardingPlacements`` and its meaning on a mesh. Makes process groups only where several axes
 of a mesh act as one; communicates nothing else.
 
-[Note: placements] The optimizer's axes are those of the sharded parameters. *Compute* is where a
-group goes between its uses, until the parameters change: with all axes it is resharded, with none
-it keeps the full parameters, and with some it keeps compute shards, from which it is gathered over
-these axes only. *Gradients* is where gradients of a backward wait that is not the last before the optimizer's
-step: ``set_is_last_backward(False)``. The last backward reduces over all axes.
+[Note: placements] The optimizer's axes are those of the sharded parameters. *Compute* says what a
+group keeps between its uses, until the parameters change: nothing if it names all these axes, the
+full parameters if it names none, and compute shards if it names some, from which a gather is over
+these axes only. *Gradients* says over which axes a backward reduces that is not the last before the
+optimizer's step: ``set_is_last_backward(False)``. The last backward reduces over all axes.
 """
 
 from __future__ import annotations
@@ -101,6 +101,18 @@ class ShardingPlacements:
                 )
             object.__setattr__(self, name, axes)
 
+    def __str__(self) -> str:
+        """Return its name, or the axes that it names."""
+        known: dict[tuple[object, object], str]
+        known = {((), ()): "ZeRO-1", ((), None): "ZeRO-2", (None, None): "ZeRO-3"}
+        axes = "".join(
+            f", {name} over {'-'.join(value) or 'none'}"
+            for name in ("compute", "gradients", "optimizer")
+            if (value := getattr(self, name)) is not None
+        )
+        found = known.get((self.compute, self.gradients))
+        return found if found and self.optimizer is None else f"placements{axes}"
+
     def on(self, mesh: DeviceMesh) -> Placed:
         """Return what these placements mean on ``mesh``.
 
@@ -126,9 +138,9 @@ class ShardingPlacements:
         some = {axes for axes in (compute, gradients) if axes and axes != optimizer}
         if len(some) > 1 or (some and compute == optimizer) or (some and optimizer != names):
             raise ValueError(
-                f"{self} on a mesh of {names}: compute and gradients may each be () or {optimizer};"
-                " if one of them is a part of the axes, the other is (), or the same part, or "
-                "gradients is all of them, and optimizer names all axes of the mesh"
+                f"{self!r} on a mesh of {names}: compute and gradients may each be () or "
+                f"{optimizer}; if one of them is a part of the axes, the other is (), or the same "
+                "part, or gradients is all of them, and optimizer names all axes of the mesh"
             )
         if some:
             first = some.pop()
@@ -176,7 +188,7 @@ def placed_anew(mesh_info: FSDPMeshInfo, placements: ShardingPlacements) -> Plac
     before, after = mesh_info, placed.mesh_info
     if type(before) is not type(after) or before.process_groups != after.process_groups:
         raise ValueError(
-            f"{placements} cut parameters over other axes than the present placements, so the "
+            f"{placements!r} cut parameters over other axes than the present placements, so the "
             "optimizer would need other shards; build the model with these placements, and load a "
             "state dict of the present one"
         )

@@ -320,8 +320,8 @@ def _require_without_hooks(name: str, local: torch.Tensor) -> None:
     if has_hooks(name, local):
         raise ValueError(
             f"{name} is a {type(local).__name__} with {GATHER_HOOKS[0]}, and placements= would "
-            "gather it in two steps, which such hooks do not support; let compute and gradients name "
-            "no axis, or all axes"
+            "gather it in two steps, which such hooks do not support; let compute and gradients "
+            "name no axis, or all axes"
         )
 
 
