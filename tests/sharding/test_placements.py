@@ -489,3 +489,39 @@ def test_ranks_with_different_placements_are_told_which() -> None:
     model = fully_shard(nn.Linear(4, 4), mesh=mesh_of(), placements=PLACEMENTS[name])
     with pytest.raises(RankMismatchError, match="gradients that wait reduced over: none"):
         model(torch.ones(1, 4))
+
+
+class _Alternating(nn.Module):
+    """Runs its middle layer if asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, whole: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.middle(x) if whole else x)
+
+
+@pytest.mark.parametrize("name", ["ZeRO-1", "inner", "full, inner", "HSDP by hand"])
+@distributed(4)
+def test_a_layer_that_only_an_earlier_micro_batch_used_gets_its_gradient(name: str) -> None:
+    torch.manual_seed(0)
+    whole = _Alternating().double()
+    model: Any = copy.deepcopy(whole)
+    by_hand = name == "HSDP by hand"
+    for each in (model.first, model.middle, model.last, model):
+        fully_shard(each, mesh=mesh_of(), placements=None if by_hand else PLACEMENTS[name])
+    for step in range(2):
+        for index in range(2):
+            generator = torch.Generator().manual_seed(2 * step + index)
+            batch = torch.randn(8, 6, dtype=torch.float64, generator=generator)
+            whole(batch, index == 0).square().mean().backward()
+            out = model(batch[my_rows()], index == 0)
+            announce = model.set_requires_all_reduce if by_hand else model.set_is_last_backward
+            announce(index == 1)
+            out.square().mean().backward()
+        allowed = rounding(4, steps=2)
+        assert_equal(gradients_of(model), gradients_of(whole), allowed, f"gradients, step {step}")
+        model.zero_grad()
+        whole.zero_grad()

@@ -360,7 +360,7 @@ class FSDPParamGroup:
             self.leases.drop(LeaseKind.GRAPH, LeaseKind.KEPT)
         if not gradients.reduced or gradients.grads_after_reduce:
             reached = gradients.in_backward or gradients.in_unsynced_backward
-            reached = reached or gradients.accumulation.waiting
+            reached = reached or gradients.accumulation.waiting or gradients.replicas.owes
             return self.pop_ready(0, reduce=reached, keep=reached and keep)
         if self.gathering.state is not ShardedState.SHARDED:
             self._release_backward(0, keep=keep)

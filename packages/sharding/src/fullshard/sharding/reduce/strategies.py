@@ -79,6 +79,11 @@ class PlainReduce:
         """Whether anything is kept for a later reduction."""
         return False
 
+    @property
+    def owes(self) -> bool:
+        """Whether a later reduction must come, also if no backward reaches the group again."""
+        return self.unsynced and self.all_reduce_enabled
+
     def synchronise(self, enabled: bool) -> None:
         """Turn what follows the reduce-scatter on or off."""
 
