@@ -13,7 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.sharding import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from fullshard.sharding import (
+    FSDPModule,
+    ShardingPlacements,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from support.products import few
 from support.ranks import distributed
 from support.surface.errors import says
@@ -91,6 +96,8 @@ WRONG = [
     *not_a_bool("set_manual_backward_finalization", "enabled", recurses=False),
     Wrong("finalize_backward", (), TypeError, ("async_op", "'yes'", "str"), {"async_op": "yes"}),
     *not_a_bool("set_keep_unsharded_storage", "keep"),
+    Wrong("set_placements", ("inner",), TypeError, ("placements", "str", "ShardingPlacements")),
+    does_not_recurse("set_placements", ShardingPlacements()),
     *not_a_bool("set_gather_on_read", "gather_on_read"),
     *not_a_bool("set_canonical_order", "enable", recurses=False),
     Wrong("set_canonical_order", (), TypeError, ("slack", "float"), {"slack": 1.5}),

@@ -38,6 +38,7 @@ OURS = {
     "set_gather_bucket_cap",
     "set_gather_on_read",
     "set_keep_unsynced_gradients",
+    "set_placements",
     "set_reduce_bucket_cap",
     "statistics",
 }
@@ -138,7 +139,7 @@ def test_fully_shard_has_torchs_arguments_in_its_order_with_equivalent_defaults(
             assert default is expected, name
     added = mine[len(theirs) :]
     names = [name for name, _, _ in added]
-    ours = ["prefetch_policy", "wire_policy"]
+    ours = ["prefetch_policy", "wire_policy", "placements"]
     assert names in (ours, ["dp_mesh_dims", *ours])  # the latter on 2.11
     assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, kind, _ in added)
 

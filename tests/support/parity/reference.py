@@ -139,7 +139,8 @@ class Pair:
         found = []
         for model, rows in ((self.model, my_rows()), (self.whole, whole_batch)):
             inputs, targets = rows_of(self.case.batch(index, self.dtype), rows)
-            found.append(self.case.loss(model(inputs), targets))
+            outputs = model(inputs)
+            found.append(self.case.loss(outputs, targets.to(outputs.device)))
         return found
 
     def backward(self, *indices: int) -> None:

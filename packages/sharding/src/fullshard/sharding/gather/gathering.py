@@ -283,10 +283,11 @@ class Gathering:
                 self.swap.sync_requires_grad()  # a user may have frozen what is registered now
                 self.swap.to_unsharded()  # functional_call puts back what was there before it
             return False
-        if self.has_full and self._chosen_for is self.config.comm:
-            self._use_full()
-            return False
-        self.drop_full()
+        if self._full_of != -1:
+            if self.has_full and self._chosen_for is self.config.comm:
+                self._use_full()
+                return False
+            self.drop_full()
         strategy = self._strategy
         if strategy is None or self._chosen_for is not self.config.comm:
             strategy = self._strategy = self._choose(self._prepared or self.prepare())

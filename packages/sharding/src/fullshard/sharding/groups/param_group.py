@@ -248,7 +248,7 @@ class FSDPParamGroup:
         """Gather ahead of use, unless it is unsharded or being so; return whether it did."""
         if self.gathering.state in (ShardedState.UNSHARDING, ShardedState.UNSHARDED):
             return False
-        if self.gathering.has_full:
+        if self.gathering.keeps_full and self.gathering.has_full:
             return False
         self.leases.hold(LeaseKind.PREFETCH)
         if LISTENERS:

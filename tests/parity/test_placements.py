@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -85,6 +86,7 @@ def accumulate(pair: Pair, *indices: int) -> None:
 
 
 @pytest.mark.cross
+@pytest.mark.device(paces=True)
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("case", ["uneven", "transformer", "empty", "tied-across-groups", "lora"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -388,7 +390,7 @@ def test_placements_that_need_other_shards_are_refused() -> None:
 MOVES = [("inner", "ZeRO-3"), ("ZeRO-2", "outer"), ("HSDP", "hpZ"), ("outer", "inner")]
 
 
-@pytest.mark.parametrize("move", MOVES, ids=" to ".join)
+@pytest.mark.parametrize("move", few(permutations(PLACEMENTS, 2), *MOVES), ids=" to ".join)
 @distributed(4)
 def test_state_dicts_move_between_placements_and_into_plain_torch(move: tuple[str, str]) -> None:
     """Model and optimizer, by torch's own functions; both runs go on to the same numbers."""
