@@ -11,7 +11,7 @@ import torch
 from fullshard.preflight.races import Kind, RaceError, check
 from fullshard.sharding import fully_shard
 from support.products import few
-from support.races.programs import OPTIONS, PROGRAMS, Model, loss_of, train
+from support.races.programs import OPTIONS, PLACED, PROGRAMS, Model, loss_of, train
 from support.ranks import cpu_mesh, distributed
 
 # Nothing differs over replicas but the reduction; the gather of shards over 4 is the same.
@@ -33,6 +33,14 @@ def test_no_policy_has_races_over_shards_and_replicas(name: str) -> None:
     report = check(PROGRAMS[name], mesh=(2, 2))
     report.raise_if_any()
     assert {"default", "copy_in", "reduce", "all_reduce"} <= report.operations.keys()
+
+
+@pytest.mark.parametrize("name", few(PLACED, "zero-2", "two-levels", "two-levels-offloaded"))
+def test_no_placements_have_races(name: str) -> None:
+    report = check(PROGRAMS[name], mesh=(2, 2))
+    report.raise_if_any()
+    second = {"all_reduce"} if name.startswith("two-levels") else set()
+    assert {"default", "copy_in", "gather", "reduce"} | second <= report.operations.keys()
 
 
 @pytest.mark.parametrize("name", few(_ON_ONE_AXIS, "plain", "recovered"))

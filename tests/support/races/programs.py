@@ -23,7 +23,13 @@ from fullshard.comm import (
 from fullshard.comm.runtime import compat
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
 from fullshard.preflight.races import SimulatedOffloadPolicy
-from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard, unsharded
+from fullshard.sharding import (
+    FSDPModule,
+    ShardingPlacements,
+    clip_grad_norm_,
+    fully_shard,
+    unsharded,
+)
 from fullshard.wire import Quantised, WirePolicy
 from support.gather_hooks import BFloat16Travel
 from support.races.collectives import gather_and_reduce_lists, reduce_in_flight
@@ -374,7 +380,29 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "one-input": {"prepare": lambda model: model.set_reduce_scatter_max_input_buffers(1)},
     "three-inputs": {"prepare": lambda model: model.set_reduce_scatter_max_input_buffers(3)},
 }
-PROGRAMS: dict[str, Program] = {name: partial(train, **o) for name, o in OPTIONS.items()}
+_INSIDE = ShardingPlacements(compute="shard", gradients="shard")
+_FULL = ShardingPlacements(compute=())
+_ON_TWO_AXES: dict[str, dict[str, Any]] = {
+    "zero-1": {"placements": ShardingPlacements(compute=(), gradients=())},
+    "zero-2": {"placements": _FULL},
+    "zero-2-offloaded": {"placements": _FULL, "offload_policy": SimulatedOffloadPolicy()},
+    "zero-2-recovered": {"placements": _FULL, "backward": _raises},
+    "two-levels": {"placements": _INSIDE},
+    "two-levels-full": {"placements": ShardingPlacements(compute=(), gradients="shard")},
+    "two-levels-each": {"placements": ShardingPlacements(compute="shard")},
+    "two-levels-mixed": {"placements": _INSIDE, "mp_policy": _HALF},
+    "two-levels-offloaded": {"placements": _INSIDE, "offload_policy": SimulatedOffloadPolicy()},
+    "two-levels-far": {
+        "placements": _INSIDE,
+        "prefetch_policy": DepthPrefetch(forward=2, backward=2),
+    },
+    "two-levels-recovered": {"placements": _INSIDE, "backward": _raises},
+}
+PLACED = {
+    name: {"micro_batches": 3, "backward": _not_last, **options}
+    for name, options in _ON_TWO_AXES.items()
+}
+PROGRAMS: dict[str, Program] = {name: partial(train, **o) for name, o in (OPTIONS | PLACED).items()}
 PROGRAMS["lists"] = gather_and_reduce_lists
 PROGRAMS["reductions"] = reduce_in_flight
 PROGRAMS["gather-hooks"] = _hooks_program
