@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.policies import DepthPrefetch
-from fullshard.sharding import FSDPModule
+from fullshard.sharding import FSDPModule, ShardingPlacements
 from fullshard.wire import ErrorFeedback, Quantised, WirePolicy
 from fullshard_bench.contestants.rival import build_torch
 from fullshard_bench.contestants.sharded import build_fullshard
@@ -31,6 +32,7 @@ __all__ = [
     "hosts_ahead",
     "hosts_bf16",
     "hosts_bf16_ahead",
+    "inside",
     "int8",
     "int8_ahead",
     "int8_feedback",
@@ -110,6 +112,15 @@ def hosts_bf16_ahead(workload: Workload, settings: Settings, arena: Arena) -> Tr
     return _narrowed(
         ahead(workload, settings, arena, wire_policy=_by_hosts(settings, arena, _BF16))
     )
+
+
+def inside(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
+    """fullshard, with parameters and gradients sharded in a host, optimizer state over all hosts."""
+    ranks, per_host = arena.mesh.size(), settings.ranks_per_host
+    shape = (ranks // per_host, per_host)
+    mesh = init_device_mesh(arena.mesh.device_type, shape, mesh_dim_names=("outer", "inner"))
+    placements = ShardingPlacements(compute="inner", gradients="inner")
+    return build_fullshard(workload, settings, replace(arena, mesh=mesh), placements=placements)
 
 
 def _by_hosts(settings: Settings, arena: Arena, policy: WirePolicy | None = None) -> WirePolicy:
