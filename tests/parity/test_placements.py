@@ -527,3 +527,44 @@ def test_a_layer_that_only_an_earlier_micro_batch_used_gets_its_gradient(name: s
         assert_equal(gradients_of(model), gradients_of(whole), allowed, f"gradients, step {step}")
         model.zero_grad()
         whole.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["ZeRO-2", "hpZ", "inner"])
+@distributed(2, 4)
+def test_a_backward_ends_the_reductions_of_the_one_before(name: str) -> None:
+    """So the results of all micro-batches are never in memory together."""
+    world = dist.get_world_size()
+    mesh = cpu_mesh((2, world // 2), ("outer", "inner"))
+    model: Any = shard(CASES["uneven"], OURS, mesh=mesh, placements=PLACEMENTS[name])
+    log, waiting = EventLog(), []
+    with observe(log):
+        for index in range(4):
+            inputs, targets = CASES["uneven"].batch(index, torch.float32)
+            loss = CASES["uneven"].loss(model(inputs[my_rows()]), targets[my_rows()])
+            model.set_is_last_backward(index == 3)
+            loss.backward()
+            launched, done = (log.of(kind) for kind in (EventKind.REDUCE, EventKind.REDUCE_DONE))
+            waiting.append(len(launched) - len(done))
+            if name == "inner" and index < 3:
+                assert not done  # partial sums, which are no gradients yet
+    if name != "inner":
+        assert waiting == [3, 3, 3, 0]
+
+
+@pytest.mark.parametrize("name", ["ZeRO-1", "inner"])
+@distributed(4)
+def test_a_user_who_turns_synchronisation_off_turns_it_on_again(name: str) -> None:
+    pair = pair_of("uneven", PLACEMENTS[name])
+    model: Any = pair.model
+    pair.losses(0)  # finds the root
+    model.set_requires_gradient_sync(False)
+    model.set_is_last_backward(True)
+    pair.backward(1)
+    assert all(each.grad is None for each in model.parameters())
+    model.set_is_last_backward(False)
+    model.set_requires_gradient_sync(True)
+    pair.backward(2)
+    assert all(each.grad is None for each in model.parameters())
+    model.set_is_last_backward(True)
+    pair.backward(3)
+    pair.check()

@@ -162,7 +162,6 @@ class StepSettings:
         for state, each in zip(states, placed, strict=True):
             for group in state.own_groups:
                 group.gathering.keep_full(each.keeps_full)
-                group.gradients.announce_last(True)
                 group.gradients.accumulate = each.accumulate
                 group.gradients.announce_last(state.context.is_last_backward)
 

@@ -226,6 +226,7 @@ class RootContext:
             return
         _refuse_compiled_autograd()
         assert current_graph_task() != -1, "pre-backward runs inside a backward"
+        self.shared.queue.commit_sealed()  # of earlier backwards of a step
         if not self.finalizes_by_hand and runs_split_backward():
             raise RuntimeError(
                 "a pipeline schedule splits the backward of a sharded module, whose parameters "
@@ -233,7 +234,6 @@ class RootContext:
                 "is not sharded; use fullshard.wrappers.pipelining.PipelineStage, or call "
                 "fullshard.wrappers.install() before torch's is imported"
             )
-
         end = self._end_backward  # an object that only the engine holds
         queue_end_of_backward(end)
         self._end = weakref.ref(end)
@@ -265,7 +265,7 @@ class RootContext:
         """
         error = ""
         for group in reversed(self.record.used):
-            if group.gradients.accumulation.enabled or LeaseKind.STEP in group.leases.out:
+            if group.gradients.accumulation.reduces or LeaseKind.STEP in group.leases.out:
                 group.gradients.leave_backward()
             else:
                 late = self.schedule.finish_backward(group, is_last=False)

@@ -260,6 +260,8 @@ class ReductionQueue:
 
     def commit_sealed(self) -> None:
         """Commit the reductions of backwards that ended well, and leave the others."""
+        if not self._sealed:
+            return
         unsealed = self._pending[self._sealed :]
         self._pending = self._pending[: self._sealed]
         self.commit()

@@ -87,6 +87,9 @@ class PlainReduce:
     def synchronise(self, enabled: bool) -> None:
         """Turn what follows the reduce-scatter on or off."""
 
+    def wait_for_last(self, waits: bool) -> None:
+        """Leave what follows the reduce-scatter to the last backward of a step, or do not."""
+
     def end_of_backward(self) -> None:
         """Take notice that a backward ended well."""
 
@@ -145,7 +148,7 @@ class HybridReduce(PlainReduce):
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         """Start with the all-reduce on."""
         self._process_group = process_group
-        self.all_reduce_enabled = True
+        self._synchronises, self._waits_for_last = True, False
         self._partial: dict[_Key, torch.Tensor] = {}
         self._begun: list[tuple[_Key, ReduceInFlight]] = []  # partial ones, in this backward
         self._ended: list[tuple[_Key, ReduceInFlight]] = []  # in one whose end did not wait
@@ -192,7 +195,13 @@ class HybridReduce(PlainReduce):
 
     def synchronise(self, enabled: bool) -> None:
         """Turn the all-reduce on or off."""
-        self.all_reduce_enabled = enabled
+        self._synchronises = enabled
+        self.all_reduce_enabled = enabled and not self._waits_for_last
+
+    def wait_for_last(self, waits: bool) -> None:
+        """Let no all-reduce follow in the present backward, which is not the last of a step."""
+        self._waits_for_last = waits
+        self.all_reduce_enabled = self._synchronises and not waits
 
     def end_of_backward(self) -> None:
         """Drop gradients that travelled in an all-reduce, and keep the others."""
