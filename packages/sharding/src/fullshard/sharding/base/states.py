@@ -156,7 +156,7 @@ class Leases:
         out.setdefault(kind, []).append(owner)
 
     def hold(self, kind: LeaseKind, owner: int = 0) -> None:
-        """Add a lease unless it exists already: USER, PREFETCH, KEPT."""
+        """Add a lease unless it exists already: of all kinds but those that modules claim."""
         if owner not in self.out.setdefault(kind, [owner]):
             self.out[kind].append(owner)
 

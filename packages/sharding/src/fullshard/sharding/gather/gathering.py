@@ -222,7 +222,7 @@ class Gathering:
         if config.collective.offers.aliases_input(config.process_group) and inputs.as_stored:
             return AliasedUnshard(memory, inputs)
         shared = None
-        if memory.no_graph_alias and inputs.layout.specs == memory.specs:  # no copy-out is needed
+        if memory.can_move and inputs.layout.specs == memory.specs:  # no copy-out is needed
             shared = open_shared_memory(inputs.layout, config, memory.to_use)
         return buffered if shared is None else SharedBufferUnshard(memory, inputs, shared)
 

@@ -44,7 +44,7 @@ __all__ = ["AliasedUnshard", "SharedBufferUnshard", "open_shared_memory"]
 class AliasedShards(ParamStorage):
     """The shards of one group as the memory of its unsharded parameters."""
 
-    kept_by_graphs = True
+    outlives_groups = True
     stays = True
 
     def __init__(self, shards: OwnShards, to_use: ViewFns) -> None:
@@ -91,7 +91,7 @@ class AliasedUnshard(UnshardStrategy):
         """Return the shards, and memory that aliases them where that is possible."""
         shards = self.inputs.sends(config)
         if self._alias is None or not self._alias.is_of(shards):
-            usable = self.memory.no_graph_alias and _lie_as_used(shards, config)
+            usable = self.memory.can_move and _lie_as_used(shards, config)
             self._alias = AliasedShards(shards, self.memory.to_use) if usable else None
         return LocalGather(shards, self._alias, config.name)
 

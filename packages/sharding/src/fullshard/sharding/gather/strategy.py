@@ -66,12 +66,12 @@ class ParamStorage:
         write_views: per parameter the tensor through which it is written, of full shape and the
             gathered dtype.
         param_views: per parameter what the modules see.
-        kept_by_graphs: a graph that holds an alias keeps the memory itself, so parameters may
+        outlives_groups: a graph that holds an alias keeps the memory itself, so parameters may
             always move on from here.
         stays: ``free`` leaves the memory and the values where they are.
     """
 
-    kept_by_graphs = False
+    outlives_groups = False
     stays = False
 
     def __init__(
@@ -102,7 +102,7 @@ class UnshardedMemory(ParamStorage):
     Attributes:
         params: per parameter the tensor that the modules see.
         home: where they lie: here, or in other memory.
-        beside: functions to call when it is freed, for further memory.
+        on_free: functions to call when it is freed, for further memory.
         to_use: what modules see of each.
     """
 
@@ -120,7 +120,7 @@ class UnshardedMemory(ParamStorage):
         self.to_use = to_use
 
     @property
-    def no_graph_alias(self) -> bool:
+    def can_move(self) -> bool:
         """Whether parameters can move to other memory: tensor parallel ones are DTensors."""
         return all(is_plain(param) for param in self.params)
 
@@ -131,8 +131,8 @@ class UnshardedMemory(ParamStorage):
             home: this, or other memory.
             no_graph_alias: no graph holds an alias of them.
         """
-        if home is not self.home and (no_graph_alias or self.home.kept_by_graphs):
-            if not self.home.kept_by_graphs:
+        if home is not self.home and (no_graph_alias or self.home.outlives_groups):
+            if not self.home.outlives_groups:
                 retire_aliases(self.params)  # a graph that no hook belongs to may hold some
             self.home = home
             self.put_back()

@@ -1,7 +1,8 @@
-"""A parameter group: a state machine that leases hold unsharded.
+"""A parameter group: leases say who holds it unsharded, and for how long.
 
-``FSDPParamGroup`` decides when a group is gathered and resharded. ``Gathering`` does both, and
-``GroupGradients`` collects gradients. Modules, hooks and the schedule are in ``hooks``.
+``FSDPParamGroup`` decides by leases when a group is gathered and resharded. ``Gathering`` does both
+and has the state. ``GroupGradients`` collects gradients. Modules, hooks and the schedule are in
+``hooks``.
 """
 
 from __future__ import annotations
@@ -360,7 +361,7 @@ class FSDPParamGroup:
             self.leases.drop(LeaseKind.GRAPH, LeaseKind.KEPT)
         if not gradients.reduced or gradients.grads_after_reduce:
             reached = gradients.in_backward or gradients.in_unsynced_backward
-            reached = reached or gradients.accumulation.waiting or gradients.replicas.owes
+            reached = reached or gradients.accumulation.waiting or gradients.strategy.owes
             return self.pop_ready(0, reduce=reached, keep=reached and keep)
         if self.gathering.state is not ShardedState.SHARDED:
             self._release_backward(0, keep=keep)

@@ -1,8 +1,8 @@
 """The device mesh as fully sharded data parallel sees it: who shards, who replicates.
 
-Owns the three forms of mesh and the process groups read from them: one that shards, one that also
-replicates, one that only replicates. No collective is started here. ``mesh_axes`` turns a user's
-mesh and axis names into these forms.
+Owns the forms of mesh and the process groups read from them: one that shards, one that also
+replicates, one that shards on two levels, one that only replicates. No collective is started here.
+``mesh_axes`` turns a user's mesh and axis names into these forms.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class FSDPMeshInfo:
 
     @cached_property
     def shard_world_size(self) -> int:
-        """Ranks over which a parameter is sharded."""
+        """Ranks over which full parameters are gathered: of two levels, those of the first."""
         return self.shard_process_group.size()
 
     @cached_property
@@ -222,7 +222,7 @@ class TwoLevelMeshInfo(HSDPMeshInfo):
 
     Attributes:
         shard_mesh_dim: the axis over which compute shards are gathered.
-        replicate_mesh_dim: the axis over which a compute shard is cut again.
+        replicate_mesh_dim: the axis over which a compute shard is cut again, instead of replicated.
     """
 
     shard_mesh_dim: int | None = 0

@@ -6,15 +6,15 @@ the group does both.
 
 [Note: the tensors of a parameter] In the order in which a step meets them:
 
-- *replaced*: the parameter that the module held before ``fully_shard``; see ``owner``.
+- *replaced*: the parameter that the module held before ``fully_shard``; see ``owner_of``.
 - ``sharded``: a ``DTensor``, which the optimizer sees and modules hold while the group is sharded.
 - ``shard``: its local part, where parameters live (on the host, with offload). Everything below is
   made of it.
 - *on the device*: the shard where the model computes: with offload a copy, otherwise ``shard``.
-- *travelling*: what a gather sends, a view of that one, which the copy-in casts; see
-  [Note: what travels].
-- *fill*: the full tensor through which a gather writes, with a version counter of its own; see
-  [Note: own store] and [Note: two stores] for the memory.
+- *sent*: what a gather sends, a view of that one, which the copy-in casts to ``sent``; see
+  [Note: what travels]. On a two-level mesh it is made of a larger *compute shard*.
+- *write view*: the full tensor through which a gather writes, with a version counter of its own;
+  see ``ParamStorage``, and [Note: own store] and [Note: two stores] for the memory.
 - ``unsharded``: the same memory as modules see it, registered in them while the group is
   unsharded: a plain parameter, or the ``DTensor`` that a tensor parallel one was.
 - *post-forward shard*: a larger part, kept from forward to backward over few ranks, if asked for.

@@ -58,7 +58,7 @@ class GroupGradients:
     Attributes:
         name: the group's, for messages and events.
         settings: what users set; see ``change``.
-        replicas: what follows a reduce-scatter.
+        strategy: how the group reduces; see [Note: reduce strategies].
         accumulation: gradients that are not reduced yet, and whether to reduce at all.
         reductions: reductions that were ready so far.
         in_backward: whether the present backward reached a forward of the group.
@@ -93,18 +93,18 @@ class GroupGradients:
             process_group=mesh_info.shard_process_group,
             cap_mb=coalesced_cap_mb(mesh_info.shard_world_size),
         )
-        self.replicas = PlainReduce()
+        self.strategy = PlainReduce()
         if isinstance(mesh_info, TwoLevelMeshInfo):
-            self.replicas = TwoLevelReduce(mesh_info.replicate_process_group)
+            self.strategy = TwoLevelReduce(mesh_info.replicate_process_group)
         elif isinstance(mesh_info, HSDPMeshInfo):
-            self.replicas = HybridReduce(mesh_info.replicate_process_group)
+            self.strategy = HybridReduce(mesh_info.replicate_process_group)
         self._setups: dict[tuple[bool, ...], Sequence[ReductionSetup]] = {}
 
     def announce_last(self, is_last: bool) -> None:
         """Note whether the next backward is the last of a step; others reduce less if so asked."""
         waits = Accumulate.ALL if is_last else self.accumulate
         self.accumulation.waits_for_last = waits is Accumulate.NONE
-        self.replicas.wait_for_last(waits is Accumulate.FIRST)
+        self.strategy.wait_for_last(waits is Accumulate.FIRST)
 
     def share(self, shared: SharedComm) -> None:
         """Make the reductions run on the streams of a root and wait in its queue."""
@@ -124,7 +124,7 @@ class GroupGradients:
     @property
     def unsynced(self) -> bool:
         """Whether there are gradients of successful backwards that are not reduced yet."""
-        return self.accumulation.unsynced or self.replicas.unsynced
+        return self.accumulation.unsynced or self.strategy.unsynced
 
     @property
     def is_set_up(self) -> bool:
@@ -190,12 +190,12 @@ class GroupGradients:
             process_group=settings.process_group,
             streams=self._shared.streams,
             device=self.device,
-            scaling=replace(scaling, post=1.0) if self.replicas.has_all_reduce else scaling,
+            scaling=replace(scaling, post=1.0) if self.strategy.has_all_reduce else scaling,
             name=self.name,
             inputs_in_flight=settings.max_inputs,
             source=self._shared.source,
         )
-        ends_here = settings.hook is None and not self.replicas.has_all_reduce
+        ends_here = settings.hook is None and not self.strategy.has_all_reduce
         alone = config.collective.offers.aliases_input(config.process_group)
         aliases = ends_here and alone and scaling.is_identity
         varies = isinstance(settings.divide_factor, torch.Tensor)
@@ -211,7 +211,7 @@ class GroupGradients:
             config=config,
             wire=self._wire,
             scaling=scaling,
-            strategy=AliasReduce() if aliases else self.replicas,
+            strategy=AliasReduce() if aliases else self.strategy,
             settings=settings,
             coalesces=ends_here and alike and settings.cap_mb > 0,
         )
@@ -230,8 +230,8 @@ class GroupGradients:
             self.accumulation.stash()
         self.accumulation.end_of_backward(waiting=waiting)
         self.in_unsynced_backward |= self.in_backward and not self.reduced
-        if self.replicas.has_all_reduce:
-            self.replicas.end_of_backward()
+        if self.strategy.has_all_reduce:
+            self.strategy.end_of_backward()
         self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
         return late and (
             f"{late} received a gradient after parameter group {self.name!r} had been "
@@ -262,7 +262,7 @@ class GroupGradients:
         lost = self.unsynced and not keep
         self.in_unsynced_backward &= keep
         self.accumulation.abandon(keep=keep)
-        self.replicas.abandon(keep=keep)
+        self.strategy.abandon(keep=keep)
         self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
         return lost
 
@@ -273,4 +273,4 @@ class GroupGradients:
         self._setups.clear()
         if self.bucket is not None:
             self.bucket.forget()
-        self.replicas.abandon(keep=False)
+        self.strategy.abandon(keep=False)

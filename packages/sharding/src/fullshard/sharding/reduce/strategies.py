@@ -3,8 +3,9 @@
 [Note: reduce strategies] ``PlainReduce`` is the contract, and the identity: what a collective's
 ``ReducePlan`` launches is the whole reduction. ``AliasReduce`` uses the gradients of a world of one
 directly. ``HybridReduce`` also reduces over replicas (HSDP). ``TwoLevelReduce`` reduces over one
-axis of a mesh, then over the other, and cuts each time. The engine never asks which one it has,
-where torch's ``fully_shard`` passes flags and optional groups down one long function.
+axis of a mesh, then over the other, and cuts each time. The engine asks a strategy only whether
+anything follows the reduce-scatter, where torch's ``fully_shard`` passes flags and optional groups
+down one long function.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def reduce_by_hook(module: FSDPModule, hook: Callable[..., Any], state: object) 
             if group.mesh_info.shard_mesh_dim is not None:
                 group.gradients.change(comm=HookedReduceScatter(hook, state))
             else:
-                group.gradients.replicas = PlainReduce()
+                group.gradients.strategy = PlainReduce()
                 group.gradients.change(hook=_in_place(hook, state))
 
 
