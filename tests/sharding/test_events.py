@@ -391,6 +391,7 @@ def test_a_list_of_which_one_module_does_not_run_is_gathered_ahead_in_backward(
     """As often as by torch's own, which counts such a list as the last that ran.
 
     So torch's own gathers it before the modules that ran after it, and is not compared in that.
+    torch 2.11 does not reshard such a list after forward, and gathers it once.
     """
     gathers = []
     for shard in (ours, shard_with_torch):
@@ -402,7 +403,8 @@ def test_a_list_of_which_one_module_does_not_run_is_gathered_ahead_in_backward(
         gathers.append(recorder.gathers)
     forward, backward = ["head", "first", "tail"], ["tail", "first", "head"]
     assert gathers[0] == [*forward, *backward]
-    assert sorted(gathers[1]) == sorted(gathers[0])
+    counted = [sorted([*forward, *again]) for again in (backward, ["tail", "head"])]
+    assert sorted(gathers[1]) in counted
     events = events_of(loss_of(make_listed(ours, reshard_after_forward=reshard)).backward)
     ahead = [line for line in events if line.startswith("prefetch")]
     assert ahead == ["prefetch first, unused", "prefetch head"]

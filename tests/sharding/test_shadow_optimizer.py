@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.sharding import clip_grad_norm_, fully_shard, replicate
 from support.modules import Assembled
-from support.parity.compare import EXACT, assert_equal, parameters_of, rounding
+from support.parity.compare import EXACT, Tolerance, assert_equal, parameters_of, rounding
 from support.products import few
 from support.ranks import cpu_mesh, distributed
 from support.surface.errors import says
@@ -91,8 +91,14 @@ def _state_of(model: nn.Module, optimizer: optim.Optimizer) -> Any:
     return get_optimizer_state_dict(model, optimizer)
 
 
-def _assert_same(one: Any, other: Any, ours: optim.Optimizer, theirs: optim.Optimizer) -> None:
-    assert_equal(parameters_of(one), parameters_of(other), EXACT, "parameters")
+def _assert_same(
+    one: Any,
+    other: Any,
+    ours: optim.Optimizer,
+    theirs: optim.Optimizer,
+    tolerance: Tolerance = EXACT,
+) -> None:
+    assert_equal(parameters_of(one), parameters_of(other), tolerance, "parameters")
     mine, its = (_state_of(*pair) for pair in ((one, ours), (other, theirs)))
     assert mine["param_groups"] == its["param_groups"]
     assert mine["state"].keys() == its["state"].keys()
@@ -105,7 +111,8 @@ def _assert_same(one: Any, other: Any, ours: optim.Optimizer, theirs: optim.Opti
                 assert isinstance(found, DTensor)
                 assert found.placements == value.placements
                 found, value = found.full_tensor(), value.full_tensor()
-            assert torch.equal(torch.as_tensor(found), torch.as_tensor(value)), (name, key)
+            pair = torch.as_tensor(found), torch.as_tensor(value)
+            assert_equal({key: pair[0]}, {key: pair[1]}, tolerance, name)
 
 
 @pytest.mark.parametrize("name", few(OPTIMIZERS, "adam-foreach", "adamw", "adamw-fused", "sgd"))
@@ -161,6 +168,8 @@ def test_after_a_user_cleared_an_optimizers_hooks_it_steps_and_keeps_state_as_be
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # the compiler's
 @distributed(2)
 def test_a_compiled_step_is_the_step_as_it_is() -> None:
+    """But for rounding: torch 2.11's compiled step rounds plain parameters differently, too."""
+
     def train(*, compiles: bool) -> tuple[Any, optim.Optimizer]:
         model = _model()
         optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -172,7 +181,7 @@ def test_a_compiled_step_is_the_step_as_it_is() -> None:
         return model, optimizer
 
     (one, ours), (other, theirs) = train(compiles=True), train(compiles=False)
-    _assert_same(one, other, ours, theirs)
+    _assert_same(one, other, ours, theirs, rounding(dist.get_world_size(), steps=3))
 
 
 def _stepped(optimizer: optim.Optimizer) -> set[type]:

@@ -37,7 +37,8 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def loss(model: nn.Module, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """The sum of squares of a position, the mean over positions."""
-    return WIDTH * mse_loss(model(given[0]), given[1])
+    inputs, targets = given
+    return WIDTH * mse_loss(model(inputs).to(targets.dtype), targets)  # torch 2.11 casts nothing
 
 
 @dataclass(frozen=True, kw_only=True)
