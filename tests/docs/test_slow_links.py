@@ -15,7 +15,16 @@ SLOW = "fullshard_bench.slow_links"
 LONG = "gpt-small_1gbit_2-core-epyc_2026-11-23"
 SHORT = "gpt-small-16_1gbit_2-core-epyc_2026-11-23"
 HOSTS = "hosts_1gbit_2-core-epyc_2026-11-23"
+FORMS, FORMS_SLOWER = (f"forms_{link}_2-core-epyc_2026-11-26" for link in ("1gbit", "100mbit"))
 LOSSES = "held-out_2-ranks_2026-11-24"
+_FORMS = {
+    "torch, fp32": "torch",
+    "fullshard, fp32": "fullshard",
+    "bf16 both ways": f"{SLOW}:bf16",
+    "int8 weights, bf16 gradients": f"{SLOW}:int8",
+    "e4m3 weights, bf16 gradients": f"{SLOW}:e4m3",
+    "int8 both ways, error feedback": f"{SLOW}:int8_feedback",
+}
 ROWS = {
     LONG: {
         "torch, fp32": "torch",
@@ -32,6 +41,13 @@ ROWS = {
         "int8 weights, bf16 gradients": f"{SLOW}:int8",
         "int8 and bf16, ahead": f"{SLOW}:int8_ahead",
     },
+    FORMS: _FORMS
+    | {
+        "fp32, gathered ahead": f"{SLOW}:ahead",
+        "bf16 both ways, ahead": f"{SLOW}:bf16_ahead",
+        "int8 and bf16, ahead": f"{SLOW}:int8_ahead",
+    },
+    FORMS_SLOWER: _FORMS,
     HOSTS: {
         "torch, four ranks": "torch",
         "fullshard, four ranks": "fullshard",
@@ -42,6 +58,8 @@ ROWS = {
 AGAINST = {
     LONG: ("torch", f"{SLOW}:torch_bf16"),
     SHORT: (f"{SLOW}:bf16", f"{SLOW}:bf16_ahead"),
+    FORMS: ("torch", f"{SLOW}:bf16"),
+    FORMS_SLOWER: ("torch", f"{SLOW}:bf16"),
     HOSTS: ("fullshard", "torch"),
 }
 

@@ -1,9 +1,9 @@
 """The layout of a tensor's blocks on the wire: codes, and behind them a scale for each block.
 
-Owns the arithmetic, the views of a code and the order of the work: in tiles that stay in a core's
-own cache. A shard is lines of columns: rows of the whole parameter's last dim, or parts of rows, if
-the last dim is cut. Blocks are counted from the start of the whole row. Refuses: what a block
-becomes (see ``quantised``).
+Owns the arithmetic, the views of a code and the order of the work: in tiles, since temporary
+tensors are as large as a tile. A shard is lines of columns: rows of the whole parameter's last dim,
+or parts of rows, if the last dim is cut. Blocks are counted from the start of the whole row.
+Refuses: what a block becomes (see ``quantised``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fullshard.wire.runs import runs_of
 __all__ = ["BlockSpec", "in_blocks"]
 
 _WORD = torch.int32  # of a code: no transport reads it, and scales are aligned for fp32
-_TILE = 1 << 16  # numbers that are worked on at once
+_TILE = 1 << 18  # numbers that are worked on at once: fewer, and launches cost more than the work
 _BITS = 24  # of a draw: the precision of fp32
 _TILE_ON_STREAMS = 1 << 24  # where each launch costs
 
@@ -148,7 +148,7 @@ class BlockSpec(CodedSpec):
                 strict=True,
             )
             for tile, old, new in tiles:
-                lost = old.numbers.float() * exchange.factor
+                lost = old.numbers.to(torch.float32, copy=True).mul_(exchange.factor)
                 wide = tile.numbers + lost
                 draws = None if starts is None else _draws(tile, keys)
                 self.quantised.encode(wide, tile.codes, tile.scales, draws)

@@ -111,7 +111,7 @@ class Quantised:
         found = wide.abs().amax(-1).div_(_LARGEST[self.dtype])  # 9 times as fast as aminmax
         # Scales of few bits make decoded numbers exact, so what is encoded again does not change.
         found = found.view(torch.int32).bitwise_and_(_KEPT).view(torch.float32).clamp_min_(_TINY)
-        scales.copy_(torch.where(found.isfinite(), found, torch.nan))
+        torch.add(found, found * 0.0, out=scales)  # infinity becomes NaN
         scaled = wide / found.unsqueeze(-1)
         if draws is not None:
             scaled = self._rounded_by(draws, scaled)

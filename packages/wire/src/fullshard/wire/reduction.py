@@ -49,7 +49,7 @@ from fullshard.wire.blocks import BlockSpec
 
 __all__ = ["WidenedReducePlan", "add_widened", "sum_widened"]
 
-_BLOCK = 1 << 16  # numbers that are widened and added while they are in the core's own cache
+_BLOCK = 1 << 18  # numbers that are widened and added at once: see ``_TILE`` of ``blocks``
 
 
 class WidenedReducePlan(ReducePlan):
