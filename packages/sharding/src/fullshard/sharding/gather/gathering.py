@@ -136,8 +136,10 @@ class Gathering:
         The modules hold the sharded parameters nevertheless, and the next use of the group takes
         the kept copy instead of a gather. A copy that a user may have written to is not kept.
         """
-        self.keeps_full = keep
-        self.drop_full()
+        if keep != self.keeps_full:
+            self.drop_full()
+            self.keeps_full = keep
+            self._chosen_for = None  # groups that are full at once share memory otherwise
 
     def drop_full(self) -> None:
         """Free full parameters that outlived a reshard."""
