@@ -215,8 +215,7 @@ class RootContext:
     def enter_backward(self) -> None:
         """Begin a backward if none is in progress, and arranges for its end.
 
-        The engine holds the callback, and drops it with a backward that raised: then the next one
-        arranges for its own.
+        The engine drops the callback of a backward that raised: the next arranges for its own.
 
         Raises:
             RuntimeError: inside of compiled autograd, which accumulates gradients when it likes;
@@ -226,14 +225,15 @@ class RootContext:
             return
         _refuse_compiled_autograd()
         assert current_graph_task() != -1, "pre-backward runs inside a backward"
-        self.shared.queue.commit_sealed()  # of earlier backwards of a step
-        if not self.finalizes_by_hand and runs_split_backward():
-            raise RuntimeError(
-                "a pipeline schedule splits the backward of a sharded module, whose parameters "
-                "would get no gradient: the stage is torch's, which takes the module for one that "
-                "is not sharded; use fullshard.wrappers.pipelining.PipelineStage, or call "
-                "fullshard.wrappers.install() before torch's is imported"
-            )
+        if not self.finalizes_by_hand:
+            self.shared.queue.commit_sealed()  # of earlier backwards of a step
+            if runs_split_backward():
+                raise RuntimeError(
+                    "a pipeline schedule splits the backward of a sharded module, whose parameters "
+                    "would get no gradient: the stage is torch's, which takes the module for one "
+                    "that is not sharded; use fullshard.wrappers.pipelining.PipelineStage, or call "
+                    "fullshard.wrappers.install() before torch's is imported"
+                )
         end = self._end_backward  # an object that only the engine holds
         queue_end_of_backward(end)
         self._end = weakref.ref(end)
