@@ -9,8 +9,8 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 
 from fullshard.optim import AdamW8bit, FileTier, Muon, OffloadedOptimizer, StateOffloadError
 from fullshard.optim.tiers.state_file import StateFile
-from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.sharding import clip_grad_norm_, fully_shard
+from fullshard.sharding import fully_shard
+from support.optim.offloaded import PROGRAMS, adamw, assert_equal_runs, part
 from support.optim.wide import Wide
 from support.parity.compare import full
 from support.ranks import cpu_mesh, distributed
@@ -37,11 +37,6 @@ from support.surface.model import batch, build, sharded, train
 from support.surface.ranks import everyone
 
 STEPS = 4
-Maker = Callable[[nn.Module], Optimizer]
-
-
-def adamw(model: nn.Module, **options: Any) -> Optimizer:
-    return torch.optim.AdamW(model.parameters(), **{"lr": 0.1, **options})
 
 
 def in_files(optimizer: Optimizer, folder: Path, **options: Any) -> OffloadedOptimizer:
@@ -49,25 +44,9 @@ def in_files(optimizer: Optimizer, folder: Path, **options: Any) -> OffloadedOpt
     return OffloadedOptimizer(optimizer, FileTier(folder, bucket_mb=1e-4, min_bytes=1, **options))
 
 
-def part(value: Any) -> torch.Tensor:
-    """This rank's part of a parameter or of a value of the state, on the CPU."""
-    local = value.to_local() if isinstance(value, DTensor) else torch.as_tensor(value)
-    return local.detach().cpu()
-
-
-def assert_equal_runs(mine: nn.Module, one: Optimizer, theirs: nn.Module, other: Optimizer) -> None:
-    """Both models have the same parameters, and both optimizers the same state, to the bit."""
-    expected = dict(theirs.named_parameters())
-    for name, param in mine.named_parameters():
-        assert torch.equal(part(param), part(expected[name])), name
-    for state, wanted in zip(one.state.values(), other.state.values(), strict=True):
-        assert state.keys() == wanted.keys()
-        assert all(torch.equal(part(state[key]), part(wanted[key])) for key in wanted)
-
-
 def assert_in_file(optimizer: OffloadedOptimizer) -> None:
     """Every tensor of state with more than one element is a view of the file."""
-    memory = optimizer._ready().file.memory
+    memory = optimizer._ready().space.memory
     start, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
     for state in optimizer.state.values():
         for value in state.values():
@@ -77,69 +56,6 @@ def assert_in_file(optimizer: OffloadedOptimizer) -> None:
 
 
 # -- the same steps -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Program:
-    """One way to train.
-
-    Attributes:
-        make: the optimizer.
-        arguments: for ``fully_shard``.
-        micro_batches: backwards per step.
-        clip: the largest norm of all gradients; 0: any.
-        closure: whether the step gets a closure.
-    """
-
-    make: Maker = adamw
-    arguments: dict[str, Any] = field(default_factory=dict)
-    micro_batches: int = 1
-    clip: float = 0.0
-    closure: bool = False
-
-    def run(self, model: nn.Module, optimizer: Optimizer, steps: range) -> None:
-        """Train for some steps, with a learning rate that falls."""
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        for step in steps:
-
-            def backward(step: int = step) -> torch.Tensor:
-                optimizer.zero_grad()
-                for each in range(self.micro_batches):
-                    loss = model(batch(10 * step + each)).square().mean()
-                    loss.backward()
-                if self.clip:
-                    clip_grad_norm_(model, self.clip)
-                return loss
-
-            if self.closure:
-                optimizer.step(backward)  # type: ignore[arg-type] # torch's closures return floats
-            else:
-                backward()
-                optimizer.step()
-            scheduler.step()
-
-
-def _groups(model: nn.Module) -> Optimizer:
-    params = list(model.parameters())
-    return torch.optim.AdamW(
-        [{"params": params[::2], "lr": 0.1}, {"params": params[1::2], "lr": 0.01, "amsgrad": True}]
-    )
-
-
-PROGRAMS = {
-    "adamw": Program(),
-    "fused": Program(lambda model: adamw(model, fused=True)),
-    "for each parameter": Program(lambda model: adamw(model, foreach=False)),
-    "groups of parameters": Program(_groups),
-    "momentum": Program(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)),
-    "no state": Program(lambda m: torch.optim.SGD(m.parameters(), lr=0.1)),
-    "nadam": Program(lambda m: torch.optim.NAdam(m.parameters(), lr=0.1)),
-    "rprop": Program(lambda m: torch.optim.Rprop(m.parameters(), lr=0.1)),
-    "accumulation and clipping": Program(micro_batches=3, clip=0.1),
-    "closure": Program(closure=True),
-    "bf16": Program(arguments={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
-    "offload": Program(arguments={"offload_policy": CPUOffloadPolicy()}),
-}
 
 
 @pytest.mark.device(paces=True)
@@ -254,13 +170,13 @@ def test_files_have_no_name_and_no_space_is_lost_when_state_is_replaced(tmp_path
     optimizer = in_files(adamw(model), tmp_path)
     train(model, optimizer, range(1))
     assert list(tmp_path.iterdir()) == []
-    end = optimizer._ready().file._end
+    end = optimizer._ready().space._end
     for step in range(1, 4):
         optimizer.load_state_dict(optimizer.state_dict())
         for state in optimizer.state.values():
             state["exp_avg"] = state["exp_avg"].clone()
         train(model, optimizer, range(step, step + 1))
-    assert optimizer._ready().file._end <= 2 * end
+    assert optimizer._ready().space._end <= 2 * end
 
 
 # -- state dicts and a user's own changes ---------------------------------------------------------
@@ -443,6 +359,34 @@ def test_state_that_cannot_be_written_stays_in_memory_and_all_ranks_raise(
     assert_in_file(one)
 
 
+def test_a_read_waits_for_the_write_of_the_same_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer buckets than buffers nothing else waits for the writes of the last step."""
+    model = build()
+    optimizer = OffloadedOptimizer(adamw(model), FileTier(tmp_path, min_bytes=1))
+    train(model, optimizer, range(1))
+    read, write, reads = os.preadv, os.pwritev, threading.Event()
+    read_early = []
+
+    def late_write(*arguments: Any) -> int:
+        read_early.append(reads.wait(0.1))
+        return write(*arguments)
+
+    def noted_read(*arguments: Any) -> int:
+        reads.set()
+        return read(*arguments)
+
+    model(batch(1)).square().mean().backward()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", late_write)
+        optimizer.step()
+        patched.setattr(os, "preadv", noted_read)
+        optimizer.step()
+    optimizer.state  # noqa: B018 # waits for the writes
+    assert read_early and not any(read_early[:1])
+
+
 @distributed(2)
 def test_state_that_cannot_be_read_names_the_parameters_on_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -471,7 +415,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path: Path) -
     if dist.get_rank() == 1:
         (tmp_path / "file").write_text("")
         folder = tmp_path / "file" / "below"
-    with pytest.raises(StateOffloadError, match=r"rank 1: cannot make a file in .*Not a directory"):
+    with pytest.raises(StateOffloadError, match=r"rank 1: cannot open FileTier.*Not a directory"):
         in_files(adamw(model), folder)
 
 
@@ -484,7 +428,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "no tier": (
         lambda path: OffloadedOptimizer(adamw(build()), path),  # type: ignore[arg-type] # wrong
         TypeError,
-        "pass FileTier",
+        r"pass FileTier\(folder\) or HostTier\(\)",
     ),
     "lbfgs": (
         lambda path: OffloadedOptimizer(torch.optim.LBFGS(build().parameters()), FileTier(path)),

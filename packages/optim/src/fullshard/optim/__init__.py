@@ -11,7 +11,12 @@ from fullshard.optim.grouping import matrix_groups
 from fullshard.optim.muon import Muon
 from fullshard.optim.soap import SOAP
 from fullshard.optim.tiers.offloaded import OffloadedOptimizer
-from fullshard.optim.tiers.tier import FileTier, OffloadStatistics, StateOffloadError
+from fullshard.optim.tiers.tier import (
+    FileTier,
+    HostTier,
+    OffloadStatistics,
+    StateOffloadError,
+)
 
 __version__ = "0.1.0"
 
@@ -20,6 +25,7 @@ __all__ = [
     "AdamW8bit",
     "ExponentialMovingAverage",
     "FileTier",
+    "HostTier",
     "Muon",
     "OffloadStatistics",
     "OffloadedOptimizer",

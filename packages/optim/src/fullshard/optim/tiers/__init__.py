@@ -1,3 +1,3 @@
-"""Optimizer state outside the device's and the process's memory, in files of each rank."""
+"""Optimizer state away from where it is stepped: in files of each rank, or in host memory."""
 
 __all__: list[str] = []

@@ -1,17 +1,16 @@
-"""An optimizer whose state is in files, and in memory only for one bucket of parameters at a time.
+"""An optimizer whose state is in a tier, and where it is stepped only for a bucket at a time.
 
 ``OffloadedOptimizer`` wraps any optimizer that steps each parameter by itself. A step goes through
 the parameters in buckets: while one bucket is stepped, the state of the next is read and that of
-the last is written. ``stored`` moves
-state to and from the file.
+the last is written. ``stored`` moves state to and from the tier: a file, or host memory.
 
-[Note: state in a file] Between steps each large tensor of the optimizer's state is a view of the
-mapped file, with the shape, dtype and placements that the optimizer gave it. State dicts,
-checkpoints and user code read and write the state as always. The views take no memory of the
-process: the system drops unused pages. A step does not use the map: threads read the file into
-buffers ahead of use. The state may also hold tensors with memory of their own, from the first
-step, from a state dict or from a user. A step uses such a tensor directly, and then moves the
-tensor to the file.
+[Note: state in a tier] Between steps each large tensor of the optimizer's state is a view of the
+mapped file or of host memory, with the shape, dtype and placements that the optimizer gave it.
+State dicts, checkpoints and user code read and write the state as always. Views of a file take no
+memory of the process: the system drops unused pages. A step does not use the views: the state is
+copied into buffers ahead of use. The state may also hold tensors with memory of their own, from the
+first step, from a state dict or from a user. A step uses such a tensor directly, and then moves the
+tensor to the tier.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from fullshard.optim.owners.ranks import group_of
 from fullshard.optim.tiers.staged import Item, Staged
 from fullshard.optim.tiers.staging import Batch
 from fullshard.optim.tiers.stored import StoredState
-from fullshard.optim.tiers.tier import FileTier, OffloadStatistics, StateOffloadError
+from fullshard.optim.tiers.tier import FileTier, HostTier, OffloadStatistics, StateOffloadError
 from fullshard.sharding import rebind_optimizer
 from fullshard.sharding.spi import Comparison, device_of_mesh, spec_of, untraced
 
@@ -42,19 +41,19 @@ _HOOKS = "_optimizer_"  # how torch (2.11 to 2.15) names an optimizer's dicts of
 _ENGINE = "_fullshard_"  # how sharding names what it keeps for one optimizer
 
 _WORDS = Comparison(
-    what="optimizer state in files",
-    error="optimizer state in files: ",
-    mismatch="optimizer state in files: ",
+    what="offloaded optimizer state",
+    error="offloaded optimizer state: ",
+    mismatch="offloaded optimizer state: ",
     advice="",
 )
 
 
 class OffloadedOptimizer(Optimizer):
-    """An optimizer that keeps its state in files and brings it to memory bucket by bucket.
+    """An optimizer that keeps its state in files or host memory, but for the bucket it steps.
 
     The steps equal those of ``optimizer`` to the bit. Use it in the place of ``optimizer``:
     LR schedulers, ``zero_grad``, ``clip_grad_norm_``, ``GradScaler``, hooks, state dicts and
-    checkpoints work as always. ``state`` and ``state_dict()`` hold views of the file, which the
+    checkpoints work as always. ``state`` and ``state_dict()`` hold views of the tier, which the
     next step changes, as it changes the state of other optimizers.
 
     Attributes:
@@ -63,19 +62,19 @@ class OffloadedOptimizer(Optimizer):
 
     Args:
         optimizer: an optimizer that steps each parameter by itself, as all of ``torch.optim`` do
-            but LBFGS. State that it has already moves to the file.
-        tier: where to keep it.
+            but LBFGS. State that it has already moves to the tier.
+        tier: where to keep it: ``FileTier(folder)`` or ``HostTier()``.
 
     Raises:
         TypeError: if an argument is of the wrong type, or the optimizer steps parameters together.
         StateOffloadError: on every rank of the model, if a rank cannot make its file.
     """
 
-    def __init__(self, optimizer: Optimizer, tier: FileTier) -> None:
-        """Make the file, and move the state to it."""
+    def __init__(self, optimizer: Optimizer, tier: FileTier | HostTier) -> None:
+        """Open the tier, and move the state to it."""
         _require_separable(optimizer)
-        if not isinstance(tier, FileTier):
-            raise TypeError(f"tier is a {type(tier).__name__}; pass FileTier(folder)")
+        if not isinstance(tier, (FileTier, HostTier)):
+            raise TypeError(f"tier is a {type(tier).__name__}; pass FileTier(folder) or HostTier()")
         # Not by torch's constructor: groups, state and hooks stay those of the wrapped optimizer.
         for name, value in vars(optimizer).items():
             if name.startswith(_HOOKS) or not _is_own(name):
@@ -87,7 +86,7 @@ class OffloadedOptimizer(Optimizer):
         try:
             self._stored = StoredState(optimizer, tier)
         except OSError as error:
-            failure = f"cannot make a file in {str(tier.folder)!r}: {error.strerror}"
+            failure = f"cannot open {tier}: {error.strerror}"
         self._agree(failure)
         self._store_all()
 
@@ -100,7 +99,7 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override] # an attribute
-        """The state of the wrapped optimizer, whose large tensors are views of the file."""
+        """The state of the wrapped optimizer, whose large tensors are views of the tier."""
         if self._stored is not None:
             self._stored.staging.drain()
         return self.optimizer.state
@@ -108,14 +107,14 @@ class OffloadedOptimizer(Optimizer):
     @property
     def statistics(self) -> OffloadStatistics:
         """The traffic of this rank so far. Waits for the last writes."""
-        file, staging = self._ready().file, self._ready().staging
+        space, staging = self._ready().space, self._ready().staging
         staging.drain()
         return OffloadStatistics(
-            bytes_read=file.bytes_read,
-            bytes_written=file.bytes_written,
+            bytes_read=space.bytes_read,
+            bytes_written=space.bytes_written,
             wait_seconds=staging.waited_ns / 1e9,
             buffer_bytes=staging.nbytes,
-            direct=file.direct,
+            direct=space.direct,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -134,12 +133,12 @@ class OffloadedOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the wrapped optimizer; its large tensors are in the file."""
+        """Return the state dict of the wrapped optimizer; its large tensors are in the tier."""
         self._ready().staging.drain()
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict()``, of the wrapped optimizer or of one like it, into the file."""
+        """Load a ``state_dict()``, of the wrapped optimizer or of one like it, into the tier."""
         self._ready().staging.drain()
         self.optimizer.load_state_dict(state_dict)
         self._store_all()
@@ -189,6 +188,7 @@ class OffloadedOptimizer(Optimizer):
         finally:
             for _, batch in reads:  # of a step that raised
                 stored.staging.drop(batch)
+            stored.staging.end_step()
         for index, group in options.items():
             mine = self.param_groups[index]
             mine.update({**group, "params": mine["params"]})
@@ -286,16 +286,17 @@ class OffloadedOptimizer(Optimizer):
         return buckets
 
     def _store_all(self) -> None:
-        """Move all state in memory to the file, bucket by bucket."""
+        """Move all state in memory to the tier, bucket by bucket."""
         for bucket in self._buckets():
             self._ready().store_all(_params_of(bucket))
+        self._ready().staging.end_step()
         self._ready().forget_unused()
 
     # -- errors -----------------------------------------------------------------------------------
 
     def _ready(self) -> StoredState:
         if self._stored is None:
-            raise RuntimeError("this OffloadedOptimizer could not make its file")
+            raise RuntimeError("this OffloadedOptimizer could not open its tier")
         return self._stored
 
     def _agree(self, error: str) -> None:
@@ -323,7 +324,7 @@ def _require_separable(optimizer: object) -> None:
     if isinstance(optimizer, (torch.optim.LBFGS, MatrixOptimizer, OffloadedOptimizer)):
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}, which steps parameters together; state in "
-            "files needs an optimizer that steps each parameter by itself, such as AdamW"
+            "a tier needs an optimizer that steps each parameter by itself, such as AdamW"
         )
 
 

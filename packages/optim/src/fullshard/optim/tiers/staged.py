@@ -1,7 +1,7 @@
-"""Tensors of optimizer state: their places in the file, and their form during a step.
+"""Tensors of optimizer state: their places in the tier, and their form during a step.
 
 ``Entry`` is the place of a tensor, ``Item`` its owner; ``Staged`` is the state of a bucket during a
-step. ``stored`` decides which tensors the file holds.
+step. ``stored`` decides which tensors the tier holds.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["Entry", "Item", "Staged", "is_dense", "laid_as", "local_of"]
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A tensor of state that is in the file.
+    """A tensor of state that is in a tier.
 
     Attributes:
-        extent: the place of the tensor in the file.
-        tensor: the view of the mapped file that the optimizer's state holds.
+        extent: the place of the tensor.
+        tensor: the view of the mapped file, or of host memory, that the optimizer's state holds.
         device: the device on which the optimizer steps the tensor.
     """
 
@@ -40,14 +40,14 @@ class Entry:
         """The placements of the tensor; None: a plain tensor."""
         return spec_of(self.tensor) if isinstance(self.tensor, DTensor) else None
 
-    def on_host(self, view: torch.Tensor) -> torch.Tensor:
+    def within(self, view: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the tensor in ``view``, the bytes of an extent."""
         return laid_as(local_of(self.tensor), view)
 
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """One tensor of the state of a parameter, and its place in the file.
+    """One tensor of the state of a parameter, and its place in the tier.
 
     Attributes:
         param: the parameter.
@@ -63,7 +63,7 @@ class Item:
 
 
 class Staged:
-    """The state of a bucket during a step: views of a buffer, or copies on a device."""
+    """The state of a bucket during a step: views of its buffer, or copies on another device."""
 
     def __init__(self, items: Sequence[Item], batch: Batch) -> None:
         """Make the tensors; a copy to a device may be on its way on the current stream."""
@@ -71,10 +71,10 @@ class Staged:
         self._of: dict[tuple[Any, Any], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         for item, view in zip(items, batch.views, strict=True):
             entry = item.entry
-            host = entry.on_host(view)
-            local = host if entry.device.type == "cpu" else _copied(host, entry.device)
+            staged = entry.within(view)
+            local = staged if view.device == entry.device else _copied(staged, entry.device)
             value = local if entry.spec is None else make_dtensor(local, entry.spec)
-            self._of[item.param, item.key] = value, local, host
+            self._of[item.param, item.key] = value, local, staged
 
     def value(self, param: Any, key: Any, otherwise: Any) -> Any:
         """Return the staged tensor of ``key``; ``otherwise`` if none is staged."""
@@ -89,9 +89,9 @@ class Staged:
     def collect(self) -> None:
         """Copy state that was stepped on a device to the buffer, and wait for the copies."""
         devices = set()
-        for _, local, host in self._of.values():
-            if local is not host:
-                host.copy_(local, non_blocking=True)
+        for _, local, staged in self._of.values():
+            if local is not staged:
+                staged.copy_(local, non_blocking=True)
                 devices.add(local.device)
         for device in devices:
             if traits_of(device).streams:
@@ -111,9 +111,9 @@ def laid_as(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(tensor.shape, tensor.stride())
 
 
-def _copied(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    copy = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
-    return copy.copy_(host, non_blocking=True)
+def _copied(staged: torch.Tensor, device: torch.device) -> torch.Tensor:
+    copy = torch.empty_strided(staged.shape, staged.stride(), dtype=staged.dtype, device=device)
+    return copy.copy_(staged, non_blocking=True)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -15,9 +15,10 @@ from time import perf_counter_ns
 
 import torch
 
+from fullshard.comm.spi import StreamEvent
 from fullshard.optim.tiers.state_file import ALIGNMENT, Extent, StateFile
 
-__all__ = ["Batch", "Staging"]
+__all__ = ["Batch", "Rescue", "Staging"]
 
 Rescue = Callable[["Batch", OSError], None]
 """Called with a batch whose write failed; the buffer is reused after it."""
@@ -33,6 +34,7 @@ class Batch:
         rescue: the function that takes the state over if the write fails.
         buffer: the whole buffer.
         moves: the reads or writes that are in progress.
+        arrived: the end of a copy to the device; None: the batch was not copied.
     """
 
     extents: Sequence[Extent]
@@ -40,6 +42,7 @@ class Batch:
     rescue: Rescue
     buffer: torch.Tensor
     moves: list[Future[None]] = field(default_factory=list)
+    arrived: StreamEvent | None = None
 
     @property
     def memory(self) -> torch.Tensor:
@@ -99,6 +102,12 @@ class Staging:
         self._lent += 1
         return Batch(extents, list(buffer[:nbytes].split(sizes)), rescue, buffer)
 
+    def settle(self, extents: Sequence[Extent]) -> None:
+        """Wait for writes to ``extents``: a read must see them, and one may fail."""
+        wanted = set(extents)
+        while any(not wanted.isdisjoint(batch.extents) for batch in self._written):
+            self._finish_write()
+
     def read(self, extents: Sequence[Extent], rescue: Rescue) -> Batch:
         """Begin to read a batch, and return the batch; ``wait`` waits for the read."""
         batch = self.take(extents, rescue)
@@ -122,6 +131,9 @@ class Staging:
         """Free the buffer of ``batch`` without a write, when no thread fills it any more."""
         wait(batch.moves)
         self._release(batch)
+
+    def end_step(self) -> None:
+        """Do nothing: the last writes overlap with what follows the step."""
 
     def drain(self) -> None:
         """Wait for all writes."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["ALIGNMENT", "Extent", "StateFile", "aligned"]
+__all__ = ["ALIGNMENT", "Extent", "StateFile", "aligned", "joined"]
 
 ALIGNMENT = 4096
 """Bytes: what ``O_DIRECT`` asks of addresses, offsets and sizes, on all usual file systems."""
@@ -107,6 +107,14 @@ class StateFile:
         """Let another tensor of the same size have ``extent``."""
         self._spare.setdefault(extent.nbytes, []).append(extent)
 
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Return True: the file is for state on any device."""
+        return True
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Return bytes of the mapped file, ``[nbytes]`` uint8."""
+        return self.memory[offset : offset + nbytes]
+
     def read(self, extents: Sequence[Extent], into: torch.Tensor) -> list[Future[None]]:
         """Begin to fill ``into``, ``[n]`` uint8, with the extents, one after the other."""
         self.bytes_read += sum(extent.nbytes for extent in extents)
@@ -121,7 +129,7 @@ class StateFile:
         self, call: Callable[..., int], extents: Sequence[Extent], memory: torch.Tensor
     ) -> list[Future[None]]:
         address, moved = memory.data_ptr(), []
-        for offset, nbytes in _joined(extents):
+        for offset, nbytes in joined(extents):
             for start in range(0, nbytes, _PIECE):
                 size = min(_PIECE, nbytes - start)
                 piece = (call, self._fd, offset + start, address + start, size)
@@ -130,7 +138,7 @@ class StateFile:
         return moved
 
 
-def _joined(extents: Sequence[Extent]) -> list[tuple[int, int]]:
+def joined(extents: Sequence[Extent]) -> list[tuple[int, int]]:
     """Return offset and size of each run of extents that follow one another in the file."""
     runs: list[tuple[int, int]] = []
     for extent in extents:

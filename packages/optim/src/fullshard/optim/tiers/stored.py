@@ -1,6 +1,6 @@
-"""The state of an optimizer in a file: which tensors are there, and how they get there.
+"""The state of an optimizer in a tier: which tensors are there, and how they get there.
 
-``StoredState`` is the main class; see [Note: state in a file] in ``offloaded``. The class keeps the
+``StoredState`` is the main class; see [Note: state in a tier] in ``offloaded``. The class keeps the
 first error until all ranks can raise it.
 """
 
@@ -8,52 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from fullshard.comm.spi import can_pin
 from fullshard.optim.tiers.staged import Entry, Item, is_dense, laid_as, local_of
-from fullshard.optim.tiers.staging import Batch, Staging
-from fullshard.optim.tiers.state_file import Extent, StateFile
-from fullshard.optim.tiers.tier import FileTier
+from fullshard.optim.tiers.staging import Batch
+from fullshard.optim.tiers.state_file import Extent
+from fullshard.optim.tiers.tier import FileTier, HostTier
 from fullshard.sharding.spi import PLAIN, make_dtensor, spec_of
 
 __all__ = ["StoredState"]
 
-_ROOM = 32  # the file may grow to this many times the parameters' bytes; it is sparse until then
-_LEAST_ROOM = 256 << 20  # bytes
-_KEPT = 4  # buffers are kept up to this many times a bucket's parameters; Adam's state has 2 to 4
-_LEAST_KEPT = 1 << 20  # bytes: the sizes of small tensors are rounded up
-
 
 class StoredState:
-    """The state of one optimizer, whose large tensors are in a file.
+    """The state of one optimizer, whose large tensors are in a tier.
 
     Attributes:
-        file: the file.
+        space: the memory of the tier: a file, or host memory.
         staging: the buffers through which the state travels.
         error: the first error since ``take_error``; empty if there is none.
     """
 
-    def __init__(self, optimizer: Optimizer, tier: FileTier) -> None:
-        """Make the file.
+    def __init__(self, optimizer: Optimizer, tier: FileTier | HostTier) -> None:
+        """Make the memory of the tier.
 
         Raises:
             OSError: if that is not possible.
         """
         self._optimizer = optimizer
         self._min_bytes = tier.min_bytes
+        self._advice = tier.advice
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        room = _ROOM * sum(local_of(param).nbytes for param in params) + _LEAST_ROOM
-        host = torch.device("cpu")
-        pin = any(param.device != host for param in params) and can_pin(host)
-        self.file = StateFile(Path(tier.folder), room, threads=tier.threads, direct=tier.direct)
-        kept = int(_KEPT * tier.bucket_mb * 2**20) + _LEAST_KEPT
-        self.staging = Staging(self.file, batches=tier.buffers, kept_bytes=kept, pin=pin)
+        self.space, self.staging = tier.open([local_of(param) for param in params])
         self.error = ""
         self._entries: dict[int, Entry] = {}  # by the id of the tensor in the state
 
@@ -68,6 +57,13 @@ class StoredState:
 
     def read(self, params: Iterable[torch.Tensor]) -> tuple[list[Item], Batch]:
         """Begin to read the state of parameters."""
+        params = list(params)
+        self.staging.settle([item.entry.extent for item in self._items_of(params)])
+        items = self._items_of(params)  # a write that failed has moved state to memory
+        extents = [item.entry.extent for item in items]
+        return items, self.staging.read(extents, partial(self._rescue, items))
+
+    def _items_of(self, params: Iterable[torch.Tensor]) -> list[Item]:
         items = []
         for param in params:
             state: dict[Any, Any] = self._optimizer.state.get(param) or {}
@@ -75,24 +71,24 @@ class StoredState:
                 entry = self.entry_of(value)
                 if entry is not None:
                     items.append(Item(param, key, state, entry))
-        extents = [item.entry.extent for item in items]
-        return items, self.staging.read(extents, partial(self._rescue, items))
+        return items
 
     def entry_of(self, value: Any) -> Entry | None:
         """Return the place of a tensor of the state; None if the tensor has memory of its own."""
         entry = self._entries.get(id(value))
         if entry is None or entry.tensor is not value:
             return None
-        local, start = local_of(value), self.file.memory.data_ptr() + entry.extent.offset
-        return entry if local.data_ptr() == start else None  # else a user gave it other memory
+        start = self._memory_of(entry.extent)
+        same = local_of(value).data_ptr() == start.data_ptr()
+        return entry if same else None  # else a user gave it other memory
 
     def store_all(self, params: Iterable[torch.Tensor]) -> None:
-        """Move the state of parameters from memory to the file."""
+        """Move the state of parameters from memory to the tier."""
         states = [(param, self._optimizer.state.get(param)) for param in params]
         self.store([(p, key) for p, state in states if isinstance(state, dict) for key in state])
 
     def store(self, found: Sequence[tuple[Any, Any]], *, after: Batch | None = None) -> None:
-        """Move tensors of the state, by parameter and key, from memory to the file.
+        """Move tensors of the state, by parameter and key, from memory to the tier.
 
         ``after``: a batch to write before them.
         """
@@ -105,14 +101,10 @@ class StoredState:
             if self.entry_of(value) is not None or not self._may_move(value):
                 continue
             try:
-                extent = self.file.reserve(local_of(value).nbytes)
+                extent = self.space.reserve(local_of(value).nbytes)
             except OSError as error:
                 what = f"no space for {local_of(value).nbytes} bytes of {key!r}: {error.strerror}"
-                self.note(
-                    what,
-                    "the state stays in memory; save a checkpoint, then use a folder "
-                    "with more space",
-                )
+                self.note(what, self._advice)
                 continue
             items.append(Item(param, key, state, self._new_entry(extent, value)))
             sources.append(local_of(value))
@@ -121,7 +113,7 @@ class StoredState:
         extents = [item.entry.extent for item in items]
         batch = self.staging.take(extents, partial(self._rescue, items))
         for item, view, source in zip(items, batch.views, sources, strict=True):
-            item.entry.on_host(view).copy_(source)
+            item.entry.within(view).copy_(source)
             item.state[item.key] = item.entry.tensor
             self._entries[id(item.entry.tensor)] = item.entry
         self.staging.write(batch)
@@ -129,25 +121,27 @@ class StoredState:
     def _new_entry(self, extent: Extent, value: torch.Tensor) -> Entry:
         local = local_of(value)
         with torch.inference_mode(False):
-            memory = self.file.memory[extent.offset : extent.offset + extent.nbytes]
-            tensor = laid_as(local, memory)
+            tensor = laid_as(local, self._memory_of(extent))
             if isinstance(value, DTensor):
                 tensor = make_dtensor(tensor, spec_of(value))
         return Entry(extent, tensor, local.device)
 
+    def _memory_of(self, extent: Extent) -> torch.Tensor:
+        return self.space.view(extent.offset, extent.nbytes)
+
     def _may_move(self, value: Any) -> bool:
-        """Return whether a value of the state is a tensor that the file can hold."""
+        """Return whether a value of the state is a tensor that the tier can hold."""
         if not isinstance(value, torch.Tensor):
             return False
         if type(value) not in PLAIN and not isinstance(value, DTensor):
             return False
         local = local_of(value)
-        return local.nbytes >= self._min_bytes and is_dense(local)
+        return local.nbytes >= self._min_bytes and is_dense(local) and self.space.takes(local)
 
     def _rescue(self, items: Sequence[Item], batch: Batch, error: OSError) -> None:
         """Keep a bucket's state in memory, after a write of it failed."""
         for item, view in zip(items, batch.views, strict=True):
-            entry, local = item.entry, item.entry.on_host(view).clone().to(item.entry.device)
+            entry, local = item.entry, item.entry.within(view).clone().to(item.entry.device)
             if item.state.get(item.key) is entry.tensor:
                 spec = entry.spec
                 item.state[item.key] = local if spec is None else make_dtensor(local, spec)
@@ -162,4 +156,4 @@ class StoredState:
         states = [each for each in self._optimizer.state.values() if isinstance(each, dict)]
         used = {id(value) for state in states for value in state.values()}
         for key in self._entries.keys() - used:
-            self.file.give_back(self._entries.pop(key).extent)
+            self.space.give_back(self._entries.pop(key).extent)

@@ -1,0 +1,101 @@
+"""Programs that train with any optimizer, for tests of state, and of steps, somewhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.sharding import clip_grad_norm_
+from support.surface.model import batch
+
+Maker = Callable[[nn.Module], Optimizer]
+
+
+def adamw(model: nn.Module, **options: Any) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), **{"lr": 0.1, **options})
+
+
+def _groups(model: nn.Module) -> Optimizer:
+    params = list(model.parameters())
+    return torch.optim.AdamW(
+        [{"params": params[::2], "lr": 0.1}, {"params": params[1::2], "lr": 0.01, "amsgrad": True}]
+    )
+
+
+@dataclass(frozen=True)
+class Program:
+    """One way to train.
+
+    Attributes:
+        make: the optimizer.
+        arguments: for ``fully_shard``.
+        micro_batches: backwards per step.
+        clip: the largest norm of all gradients; 0: any.
+        closure: whether the step gets a closure.
+    """
+
+    make: Maker = adamw
+    arguments: dict[str, Any] = field(default_factory=dict)
+    micro_batches: int = 1
+    clip: float = 0.0
+    closure: bool = False
+
+    def run(self, model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+        """Train for some steps, with a learning rate that falls."""
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for step in steps:
+
+            def backward(step: int = step) -> torch.Tensor:
+                optimizer.zero_grad()
+                for each in range(self.micro_batches):
+                    loss = model(batch(10 * step + each)).square().mean()
+                    loss.backward()
+                if self.clip:
+                    clip_grad_norm_(model, self.clip)
+                return loss
+
+            if self.closure:
+                optimizer.step(backward)  # type: ignore[arg-type] # torch's closures return floats
+            else:
+                backward()
+                optimizer.step()
+            scheduler.step()
+
+
+PROGRAMS = {
+    "adamw": Program(),
+    "fused": Program(lambda model: adamw(model, fused=True)),
+    "for each parameter": Program(lambda model: adamw(model, foreach=False)),
+    "groups of parameters": Program(_groups),
+    "momentum": Program(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)),
+    "no state": Program(lambda m: torch.optim.SGD(m.parameters(), lr=0.1)),
+    "nadam": Program(lambda m: torch.optim.NAdam(m.parameters(), lr=0.1)),
+    "rprop": Program(lambda m: torch.optim.Rprop(m.parameters(), lr=0.1)),
+    "accumulation and clipping": Program(micro_batches=3, clip=0.1),
+    "closure": Program(closure=True),
+    "bf16": Program(arguments={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
+    "offload": Program(arguments={"offload_policy": CPUOffloadPolicy()}),
+}
+
+
+def part(value: Any) -> torch.Tensor:
+    """This rank's part of a parameter or of a value of the state, on the CPU."""
+    local = value.to_local() if isinstance(value, DTensor) else torch.as_tensor(value)
+    return local.detach().cpu()
+
+
+def assert_equal_runs(mine: nn.Module, one: Optimizer, theirs: nn.Module, other: Optimizer) -> None:
+    """Both models have the same parameters, and both optimizers the same state, to the bit."""
+    expected = dict(theirs.named_parameters())
+    for name, param in mine.named_parameters():
+        assert torch.equal(part(param), part(expected[name])), name
+    for state, wanted in zip(one.state.values(), other.state.values(), strict=True):
+        assert state.keys() == wanted.keys()
+        assert all(torch.equal(part(state[key]), part(wanted[key])) for key in wanted)
