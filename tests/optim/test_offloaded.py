@@ -276,9 +276,11 @@ def test_hooks_of_both_optimizers_are_called_once_per_step(tmp_path: Path) -> No
     assert called == ["before", "after"] * 2
 
 
-def test_a_grad_scaler_steps_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_grad_scaler_steps_it(fused: bool, tmp_path: Path) -> None:
+    """A fused optimizer unscales in its step, if it is the one that the scaler steps."""
     mine, theirs = build(), build()
-    one, other = in_files(adamw(mine), tmp_path), adamw(theirs)
+    one, other = in_files(adamw(mine, fused=fused), tmp_path), adamw(theirs, fused=fused)
     for model, optimizer in ((mine, one), (theirs, other)):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(3):

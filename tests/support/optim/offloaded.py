@@ -22,7 +22,7 @@ def adamw(model: nn.Module, **options: Any) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), **{"lr": 0.1, **options})
 
 
-def _groups(model: nn.Module) -> Optimizer:
+def groups_of_parameters(model: nn.Module) -> Optimizer:
     params = list(model.parameters())
     return torch.optim.AdamW(
         [{"params": params[::2], "lr": 0.1}, {"params": params[1::2], "lr": 0.01, "amsgrad": True}]
@@ -73,7 +73,7 @@ PROGRAMS = {
     "adamw": Program(),
     "fused": Program(lambda model: adamw(model, fused=True)),
     "for each parameter": Program(lambda model: adamw(model, foreach=False)),
-    "groups of parameters": Program(_groups),
+    "groups of parameters": Program(groups_of_parameters),
     "momentum": Program(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)),
     "no state": Program(lambda m: torch.optim.SGD(m.parameters(), lr=0.1)),
     "nadam": Program(lambda m: torch.optim.NAdam(m.parameters(), lr=0.1)),

@@ -9,6 +9,7 @@ from fullshard.optim.adamw8bit import AdamW8bit
 from fullshard.optim.averaging import ExponentialMovingAverage
 from fullshard.optim.grouping import matrix_groups
 from fullshard.optim.muon import Muon
+from fullshard.optim.overlapped import OverlappedStep, OverlappedStepError
 from fullshard.optim.soap import SOAP
 from fullshard.optim.tiers.offloaded import OffloadedOptimizer
 from fullshard.optim.tiers.tier import (
@@ -29,6 +30,8 @@ __all__ = [
     "Muon",
     "OffloadStatistics",
     "OffloadedOptimizer",
+    "OverlappedStep",
+    "OverlappedStepError",
     "StateOffloadError",
     "matrix_groups",
 ]

@@ -20,13 +20,15 @@ from fullshard.sharding.base.compat import (
 from fullshard.sharding.base.policies import declares
 from fullshard.sharding.base.tensors import PLAIN, is_plain, tensors_in
 from fullshard.sharding.groups.param_group import group_of
+from fullshard.sharding.hooks.early_gradients import early_gradients
 from fullshard.sharding.hooks.lookup import groups_of, state_of, the_states
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.hooks.static_schedule import StaticSchedule
 from fullshard.sharding.mesh.mesh_info import device_of_mesh, device_type_of
 from fullshard.sharding.mesh.placements import Accumulate
 from fullshard.sharding.mesh.subgroups import known_subgroup
-from fullshard.sharding.optim.rules import STEP_NUMBERS
+from fullshard.sharding.optim.rules import STEP_NUMBERS, steps_on_plain
+from fullshard.sharding.optim.shadow_optimizer import ShadowOptimizer
 from fullshard.sharding.params.lookup import owner_of, sharded_of
 from fullshard.sharding.params.registry import registry_of
 from fullshard.sharding.reduce.strategies import PlainReduce
@@ -40,11 +42,13 @@ __all__ = [
     "Mode",
     "ModuleState",
     "PlainReduce",
+    "ShadowOptimizer",
     "ShardingSpec",
     "StaticSchedule",
     "declares",
     "device_of_mesh",
     "device_type_of",
+    "early_gradients",
     "group_of",
     "groups_of",
     "in_block",
@@ -63,6 +67,7 @@ __all__ = [
     "sharded_of",
     "spec_of",
     "state_of",
+    "steps_on_plain",
     "storage_of",
     "tensors_in",
     "the_states",

@@ -15,30 +15,32 @@ tensor to the tier.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fullshard.optim.base.stepped import label_of
+from fullshard.optim.base.wrapping import (
+    Bucket,
+    WrappingOptimizer,
+    error_of_any_rank,
+    params_of,
+    part_of,
+    take_over,
+)
 from fullshard.optim.owners.optimizer import MatrixOptimizer
-from fullshard.optim.owners.ranks import group_of
 from fullshard.optim.tiers.staged import Item, Staged
 from fullshard.optim.tiers.staging import Batch
 from fullshard.optim.tiers.stored import StoredState
 from fullshard.optim.tiers.tier import FileTier, HostTier, OffloadStatistics, StateOffloadError
 from fullshard.sharding import rebind_optimizer
-from fullshard.sharding.spi import Comparison, device_of_mesh, spec_of, untraced
+from fullshard.sharding.spi import Comparison, spec_of, untraced
 
 __all__ = ["OffloadedOptimizer"]
-
-_HOOKS = "_optimizer_"  # how torch (2.11 to 2.15) names an optimizer's dicts of hooks
-_ENGINE = "_fullshard_"  # how sharding names what it keeps for one optimizer
 
 _WORDS = Comparison(
     what="offloaded optimizer state",
@@ -48,7 +50,7 @@ _WORDS = Comparison(
 )
 
 
-class OffloadedOptimizer(Optimizer):
+class OffloadedOptimizer(WrappingOptimizer):
     """An optimizer that keeps its state in files or host memory, but for the bucket it steps.
 
     The steps equal those of ``optimizer`` to the bit. Use it in the place of ``optimizer``:
@@ -70,16 +72,14 @@ class OffloadedOptimizer(Optimizer):
         StateOffloadError: on every rank of the model, if a rank cannot make its file.
     """
 
+    _no_copy = "its state is in the memory or a file of this process"
+
     def __init__(self, optimizer: Optimizer, tier: FileTier | HostTier) -> None:
         """Open the tier, and move the state to it."""
         _require_separable(optimizer)
         if not isinstance(tier, (FileTier, HostTier)):
             raise TypeError(f"tier is a {type(tier).__name__}; pass FileTier(folder) or HostTier()")
-        # Not by torch's constructor: groups, state and hooks stay those of the wrapped optimizer.
-        for name, value in vars(optimizer).items():
-            if name.startswith(_HOOKS) or not _is_own(name):
-                vars(self)[name] = value
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self.tier = tier
         self._stored: StoredState | None = None
         failure = ""
@@ -91,11 +91,6 @@ class OffloadedOptimizer(Optimizer):
         self._store_all()
 
     # -- as every optimizer -----------------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override] # an attribute there
-        """The groups of the wrapped optimizer."""
-        return self.optimizer.param_groups
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override] # an attribute
@@ -116,21 +111,6 @@ class OffloadedOptimizer(Optimizer):
             buffer_bytes=staging.nbytes,
             direct=space.direct,
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Refuse copies and pickles: the state is in a file of this process.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            "an OffloadedOptimizer cannot be copied or pickled, as its state is in a file of this "
-            "process; save its state_dict(), and load that into another optimizer"
-        )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters to the wrapped optimizer."""
-        self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the wrapped optimizer; its large tensors are in the tier."""
@@ -174,32 +154,24 @@ class OffloadedOptimizer(Optimizer):
         rebind_optimizer(self.optimizer)
         stored, buckets = self._ready(), self._buckets()
         ahead = self.tier.buffers - 1
-        reads = deque([stored.read(_params_of(bucket)) for bucket in buckets[:ahead]])
-        options: dict[int, dict[str, Any]] = {}  # by group, those of its last bucket
-        attributes: dict[str, Any] = {}
+        reads = deque([stored.read(params_of(bucket)) for bucket in buckets[:ahead]])
+        stepped: list[tuple[dict[int, list[torch.Tensor]], Optimizer]] = []
         try:
             for index, bucket in enumerate(buckets):
-                stepped = self._step_bucket(bucket, *reads.popleft())
+                part = self._step_bucket(bucket, *reads.popleft())
                 if index + ahead < len(buckets):
-                    reads.append(stored.read(_params_of(buckets[index + ahead])))
-                if stepped is not None:
-                    options.update(zip(bucket, stepped.param_groups, strict=True))
-                    attributes = vars(stepped)
+                    reads.append(stored.read(params_of(buckets[index + ahead])))
+                if part is not None:
+                    stepped.append((bucket, part))
         finally:
             for _, batch in reads:  # of a step that raised
                 stored.staging.drop(batch)
             stored.staging.end_step()
-        for index, group in options.items():
-            mine = self.param_groups[index]
-            mine.update({**group, "params": mine["params"]})
-        vars(self.optimizer).update(
-            {name: value for name, value in attributes.items() if not _is_own(name)}
-        )
+        for bucket, part in stepped:
+            take_over(self.optimizer, bucket, part)
         stored.forget_unused()
 
-    def _step_bucket(
-        self, bucket: Mapping[int, Sequence[torch.Tensor]], items: Sequence[Item], batch: Batch
-    ) -> Optimizer | None:
+    def _step_bucket(self, bucket: Bucket, items: Sequence[Item], batch: Batch) -> Optimizer | None:
         """Step one bucket, and begin to write its state.
 
         Returns:
@@ -222,29 +194,17 @@ class OffloadedOptimizer(Optimizer):
         except BaseException:
             staging.drop(batch)
             raise
-        stored.store(self._take_over(_params_of(bucket), stepped, staged), after=batch)
+        stored.store(self._take_over(params_of(bucket), stepped, staged), after=batch)
         return stepped
 
-    def _optimizer_of(
-        self, bucket: Mapping[int, Sequence[torch.Tensor]], staged: Staged
-    ) -> Optimizer:
+    def _optimizer_of(self, bucket: Bucket, staged: Staged) -> Optimizer:
         """Return an optimizer like the wrapped one, of one bucket and its staged state."""
-        stepped: Optimizer = object.__new__(type(self.optimizer))
-        for name, value in vars(self.optimizer).items():
-            if name.startswith(_HOOKS):
-                vars(stepped)[name] = OrderedDict()
-            elif not _is_own(name):
-                vars(stepped)[name] = value
-        groups, state = self.param_groups, self.optimizer.state
-        stepped.param_groups = [
-            {**groups[index], "params": list(bucket[index])} for index in bucket
-        ]
-        stepped.state = defaultdict(dict)
-        for param in _params_of(bucket):
+        part, state = part_of(self.optimizer, bucket), self.optimizer.state
+        for param in params_of(bucket):
             if param in state:
                 known = state[param].items()
-                stepped.state[param] = {key: staged.value(param, key, v) for key, v in known}
-        return stepped
+                part.state[param] = {key: staged.value(param, key, v) for key, v in known}
+        return part
 
     def _take_over(
         self, params: Sequence[torch.Tensor], stepped: Optimizer, staged: Staged
@@ -288,7 +248,7 @@ class OffloadedOptimizer(Optimizer):
     def _store_all(self) -> None:
         """Move all state in memory to the tier, bucket by bucket."""
         for bucket in self._buckets():
-            self._ready().store_all(_params_of(bucket))
+            self._ready().store_all(params_of(bucket))
         self._ready().staging.end_step()
         self._ready().forget_unused()
 
@@ -301,20 +261,9 @@ class OffloadedOptimizer(Optimizer):
 
     def _agree(self, error: str) -> None:
         """Raise on every rank of the model if a rank has an error."""
-        for mesh in _meshes_of(self.param_groups):
-            process_group = group_of(mesh)
-            if process_group is not None:
-                error = _told(error, process_group, mesh)
+        error = error_of_any_rank(error, self.param_groups, _WORDS)
         if error:
             raise StateOffloadError(error)
-
-
-def _params_of(bucket: Mapping[int, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    return [param for params in bucket.values() for param in params]
-
-
-def _told(error: str, process_group: dist.ProcessGroup, mesh: DeviceMesh) -> str:
-    return _WORDS.verdict([], error, process_group, device_of_mesh(mesh)) or error
 
 
 def _require_separable(optimizer: object) -> None:
@@ -326,16 +275,6 @@ def _require_separable(optimizer: object) -> None:
             f"optimizer is a {type(optimizer).__name__}, which steps parameters together; state in "
             "a tier needs an optimizer that steps each parameter by itself, such as AdamW"
         )
-
-
-def _is_own(name: str) -> bool:
-    """Return whether an attribute belongs to a bucket's optimizer alone."""
-    return name in ("state", "param_groups", "step") or name.startswith((_HOOKS, _ENGINE))
-
-
-def _meshes_of(groups: Sequence[Mapping[str, Any]]) -> list[DeviceMesh]:
-    params = [param for group in groups for param in group["params"]]
-    return list(dict.fromkeys(each.device_mesh for each in params if isinstance(each, DTensor)))
 
 
 def _share_of(param: torch.Tensor) -> float:

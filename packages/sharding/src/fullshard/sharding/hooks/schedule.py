@@ -167,12 +167,15 @@ class Schedule:
 
     Attributes:
         keeps: whether a group may stay unsharded after a backward.
+        before_reduction: called before a group reduces as its backward ends; ``early_gradients``
+            sets it.
     """
 
     keeps = True
 
     def __init__(self) -> None:
         """Initialise without a root."""
+        self.before_reduction: Callable[[], None] = _nothing
         self._record = StepRecord()
 
     def take_over(self, record: StepRecord) -> None:
@@ -226,6 +229,7 @@ class Schedule:
 
     def end_pass(self, group: FSDPParamGroup, ended: ForwardPass) -> None:
         """End the backward of ``ended`` in ``group``; reduce if it was the last outstanding."""
+        self.before_reduction()
         last, gradients = group.end_pass(ended), group.gradients
         gradients.grads_after_reduce |= gradients.reduced and not last
         ready = group.pop_ready(ended.number, reduce=last, keep=group.keeps)
@@ -241,3 +245,7 @@ class Schedule:
         ready = group.finish_backward(keep=keep, keep_ahead=keep_ahead)
         group.shared.queue.launch(ready)
         return group.gradients.end_of_backward()
+
+
+def _nothing() -> None:
+    """Do nothing before a reduction."""
