@@ -20,14 +20,17 @@ from typing import NoReturn
 from rich.console import Console
 
 from fullshard.comm.spi import CommandParser
-from fullshard.optim import FileTier
 from fullshard.preflight import DEVICES
 from fullshard_bench import __version__
 from fullshard_bench.errors import BenchError
 from fullshard_bench.launching.world import inside_torchrun
 from fullshard_bench.measuring.optimizers import measure_optimizers, said_of_optimizers
 from fullshard_bench.measuring.state_dicts import measure_state_dicts, table_of_state_dicts
-from fullshard_bench.measuring.state_files import measure_state_files, table_of_state_files
+from fullshard_bench.measuring.state_files import (
+    measure_state_files,
+    state_files_of,
+    table_of_state_files,
+)
 from fullshard_bench.models.registry import MODELS
 from fullshard_bench.models.workload import Shape
 from fullshard_bench.planning.choices import add_choices, choices_of
@@ -99,13 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ranks, rounds = _at_least_one(options.ranks, "ranks"), _at_least_one(options.rounds)
             console.print(table_of_state_dicts(measure_state_dicts(options.model, ranks, rounds)))
         elif options.command == "state-files":
-            _at_least_one(options.ranks, "ranks")
-            _at_least_one(options.turns, "turns")
-            try:
-                tier = FileTier(options.folder, bucket_mb=options.bucket_mb)
-            except ValueError as error:
-                raise BenchError(str(error)) from None
-            figures = measure_state_files(options.model, options.ranks, options.turns, tier)
+            for name in ("ranks", "turns", "micro_batches", "tokens"):
+                _at_least_one(getattr(options, name), name.replace("_", "-"))
+            figures = measure_state_files(options.model, state_files_of(options))
             console.print(table_of_state_files(figures), soft_wrap=True)
             if options.output is not None:
                 options.output.write_text(compact_json(figures) + "\n")
@@ -202,6 +201,11 @@ def _build_parser() -> argparse.ArgumentParser:
     files.add_argument("--ranks", type=int, default=2, help="processes, with one thread each")
     files.add_argument("--turns", type=int, default=3, help="how often each side is run")
     files.add_argument("--bucket-mb", type=float, default=16, help="MiB of parameters at once")
+    files.add_argument("--micro-batches", type=int, default=1, help="backwards per step")
+    files.add_argument("--tokens", type=int, default=64, help="of a micro-batch on a rank")
+    files.add_argument(
+        "--disk-mb-s", type=float, default=0.0, help="hold the tier's reads and writes to this rate"
+    )
     files.add_argument("--folder", type=Path, required=True, help="on the disk to measure")
     files.add_argument("--output", type=Path, help="a JSON file, and the table beside it")
     changes = commands.add_parser("compare", help="what changed between two results")

@@ -1,59 +1,102 @@
-"""AdamW with its state in memory and in files: time of a step and peak memory of a rank.
+"""AdamW with its state in memory, in files, and stepped beside backward: time and peak memory.
 
-Owns the measurement, over ranks of this host. Both sides use processes of their own, because
-the peak of a process is one number. The sides take turns. Figures are medians over turns, on
-rank 0.
+Owns the measurement, over ranks of this host. Each side uses processes of its own, because the peak
+of a process is one number. The sides take turns. Figures are medians over turns, on rank 0.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.optim import FileTier, OffloadedOptimizer
+from fullshard.optim import FileTier, OffloadedOptimizer, OverlappedStep
 from fullshard.sharding import fully_shard
+from fullshard_bench.errors import BenchError
 from fullshard_bench.launching.machine import describe_machine, describe_versions
 from fullshard_bench.models.registry import make_workload
 from fullshard_bench.models.workload import Shape
 
-__all__ = ["measure_state_files", "table_of_state_files"]
+__all__ = ["StateFiles", "measure_state_files", "state_files_of", "table_of_state_files"]
 
 _WARM = 2  # steps that are not counted: the first makes the state
-_STEPS = 5
-_SIDES = ("memory", "files")
-_SHAPE = Shape(rows=1, tokens=64)
+_STEPS = 3
+_SIDES = ("none", "memory", "beside", "files")
 _MIB = 2**20
+_MORE = 64  # MiB that a rank may take beyond its parameters and three groups
 
 
-def measure_state_files(
-    models: Sequence[str], ranks: int, turns: int, tier: FileTier
-) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class StateFiles:
+    """The training that is measured.
+
+    Attributes:
+        ranks: how many processes, with one thread each.
+        turns: how often each side is run.
+        micro_batches: backwards per step.
+        tokens: tokens of a micro-batch on a rank.
+        tier: where and how state is kept.
+        disk_mb_s: MB per second that all ranks together may read and write; 0: as the disk can.
+    """
+
+    ranks: int
+    turns: int
+    micro_batches: int
+    tokens: int
+    tier: FileTier
+    disk_mb_s: float
+
+
+def state_files_of(options: argparse.Namespace) -> StateFiles:
+    """Return what the options of the command ask for.
+
+    Raises:
+        BenchError: if the tier cannot be as asked.
+    """
+    try:
+        tier = FileTier(options.folder, bucket_mb=options.bucket_mb)
+    except ValueError as error:
+        raise BenchError(str(error)) from None
+    return StateFiles(
+        ranks=options.ranks,
+        turns=options.turns,
+        micro_batches=options.micro_batches,
+        tokens=options.tokens,
+        tier=tier,
+        disk_mb_s=options.disk_mb_s,
+    )
+
+
+def measure_state_files(models: Sequence[str], asked: StateFiles) -> dict[str, Any]:
     """Return the figures of each model and side, and where they were measured.
 
     Args:
         models: as ``run --model`` takes them.
-        ranks: how many processes, with one thread each.
-        turns: how often each side is run.
-        tier: where and how state is kept.
+        asked: the training.
     """
     found = {}
     for model in models:
         runs: dict[str, list[dict[str, float]]] = {side: [] for side in _SIDES}
-        for turn in range(turns):
-            for side in sorted(_SIDES, reverse=turn % 2 == 1):
+        for turn in range(asked.turns):
+            for side in _SIDES[:: -1 if turn % 2 else 1]:
                 with tempfile.TemporaryDirectory(prefix="fullshard-bench-") as results:
-                    given = (ranks, model, side, tier, results)
-                    multiprocessing.spawn(_run_rank, args=given, nprocs=ranks, join=True)
+                    given = (asked, model, side, results)
+                    multiprocessing.spawn(_run_rank, args=given, nprocs=asked.ranks, join=True)
                     runs[side].append(json.loads(Path(results, "result.json").read_text()))
         found[model] = {
             side: {name: statistics.median(run[name] for run in each) for name in each[0]}
@@ -61,9 +104,12 @@ def measure_state_files(
         }
     return {
         "kind": "state files",
-        "ranks": ranks,
-        "turns": turns,
-        "bucket_mb": tier.bucket_mb,
+        "ranks": asked.ranks,
+        "turns": asked.turns,
+        "micro_batches": asked.micro_batches,
+        "tokens": asked.tokens,
+        "disk_mb_s": asked.disk_mb_s,
+        "bucket_mb": asked.tier.bucket_mb,
         "machine": describe_machine(),
         "versions": describe_versions(),
         "models": found,
@@ -72,71 +118,111 @@ def measure_state_files(
 
 def table_of_state_files(result: dict[str, Any]) -> str:
     """Return a table of what ``measure_state_files`` found, in Markdown."""
-    machine = result["machine"]
+    machine, disk = result["machine"], result["disk_mb_s"]
     rows = [
         f"{result['ranks']} ranks, {machine['cpu']}, {machine['cores']} cores, torch "
-        f"{result['versions']['torch']}; buckets of {result['bucket_mb']:g} MiB; medians of "
-        f"{result['turns']} turns. The peak counts what a rank has beyond its start.",
+        f"{result['versions']['torch']}; {result['micro_batches']} micro-batches of "
+        f"{result['tokens']} tokens; buckets of {result['bucket_mb']:g} MiB; "
+        + (f"reads and writes held to {disk:g} MB/s for all ranks" if disk else "disk as it is")
+        + f"; medians of {result['turns']} turns. "
+        "The peak counts what a rank has beyond its start.",
         "",
-        "| model | state in | optimizer step, ms | waits for the disk, ms | whole step, ms "
-        "| peak, MiB | shards of parameters, MiB | state, MiB |",
+        "| model | state | after backward, ms | waits for the disk, ms | whole step, ms "
+        "| I/O of all ranks at that rate, ms | peak, MiB | of that shared, MiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    bars = []
     for model, sides in result["models"].items():
         for side, each in sides.items():
+            io = f"{each['io_mb'] / disk * 1000:.0f}" if disk else "-"
             rows.append(
                 f"| {model} | {side} | {each['optimizer_ms']:.1f} | {each['wait_ms']:.1f} "
-                f"| {each['step_ms']:.1f} | {each['peak_mib']:.0f} | {each['shards_mib']:.0f} "
-                f"| {each['state_mib']:.0f} |"
+                f"| {each['step_ms']:.1f} | {io} | {each['peak_mib']:.0f} "
+                f"| {each['shared_mib']:.0f} |"
             )
-    return "\n".join([*rows, ""])
+        bars += _bars(model, sides, disk)
+    return "\n".join([*rows, "", _SIDES_EXPLAINED, "", *bars, ""])
+
+
+_SIDES_EXPLAINED = (
+    "none: no optimizer; memory: state in memory; beside: `OverlappedStep`, state in memory; "
+    "files: `OffloadedOptimizer` with a `FileTier`."
+)
+
+
+def _bars(model: str, sides: dict[str, dict[str, float]], disk: float) -> list[str]:
+    """Return a line for each ratio that a bar is about."""
+    files, memory, beside = sides["files"], sides["memory"], sides["beside"]
+    lines = []
+    if disk:
+        larger = max(memory["step_ms"], files["io_mb"] / disk * 1000)
+        lines.append(
+            f"- {model}: a step with state in files takes {files['step_ms'] / larger:.2f} times "
+            "the larger of computing and I/O"
+        )
+    to_memory = beside["step_ms"] / memory["step_ms"]
+    to_none = beside["step_ms"] / sides["none"]["step_ms"]
+    lines.append(
+        f"- {model}: a step beside backward takes {to_memory:.2f} times that with state in memory, "
+        f"and {to_none:.2f} times forward and backward alone"
+    )
+    allowed = files["shards_mib"] + 3 * files["group_mib"] + _MORE
+    lines.append(
+        f"- {model}: the peak with state in files is {files['peak_mib']:.0f} MiB, "
+        f"{files['peak_mib'] - sides['none']['peak_mib']:.0f} MiB more than without an optimizer; "
+        f"shards of parameters, three of the largest group and {_MORE} MiB are {allowed:.0f} MiB"
+    )
+    return lines
 
 
 # -- one rank -------------------------------------------------------------------------------------
 
 
-def _run_rank(rank: int, ranks: int, model: str, side: str, tier: FileTier, results: str) -> None:
+def _run_rank(rank: int, asked: StateFiles, model: str, side: str, results: str) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{results}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    store = dist.FileStore(f"{results}/store", asked.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=asked.ranks)
+    if asked.disk_mb_s:
+        _hold_disk_to(asked.disk_mb_s * 1e6 / asked.ranks)
     start = _resident("VmRSS")
-    workload = make_workload(model, _SHAPE)
+    workload = make_workload(model, Shape(rows=1, tokens=asked.tokens))
     torch.manual_seed(0)
     net = workload.build()
-    for unit in workload.units(net):
+    units = [*workload.units(net), net]
+    group_bytes = [_own_nbytes(unit, units) for unit in units]
+    for unit in units:
         fully_shard(unit)
-    fully_shard(net)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    if side == "files":
-        optimizer = OffloadedOptimizer(optimizer, tier)
+    optimizer = _optimizer(side, net, asked.tier)
     batch = workload.batch(torch.Generator().manual_seed(rank))
-    optimizer_ms, step_ms, waited = [], [], 0.0
+    optimizer_ms, step_ms, waited, moved = [], [], 0.0, 0.0
     for number in range(_WARM + _STEPS):
         if number == _WARM:
-            waited = _waited(optimizer)
+            waited, moved = _traffic(optimizer)
             Path("/proc/self/clear_refs").write_text("5")  # begins a new peak
         dist.barrier()
         began = time.perf_counter()
-        workload.loss(net, batch).backward()
+        for each in range(asked.micro_batches):
+            last = each + 1 == asked.micro_batches
+            beside = isinstance(optimizer, OverlappedStep) and last
+            with optimizer.overlap() if beside else nullcontext():  # type: ignore[union-attr] # beside
+                workload.loss(net, batch).backward()
         between = time.perf_counter()
-        optimizer.step()
+        if optimizer is not None:
+            optimizer.step()
         ended = time.perf_counter()
-        optimizer.zero_grad()
+        net.zero_grad()
         optimizer_ms.append(1000 * (ended - between))
         step_ms.append(1000 * (ended - began))
-    state = [
-        value
-        for each in optimizer.state.values()
-        for value in each.values()
-        if isinstance(value, torch.Tensor)
-    ]
+    waited_after, moved_after = _traffic(optimizer)
     result = {
         "optimizer_ms": statistics.median(optimizer_ms[_WARM:]),
         "step_ms": statistics.median(step_ms[_WARM:]),
-        "wait_ms": 1000 * (_waited(optimizer) - waited) / _STEPS,
+        "wait_ms": 1000 * (waited_after - waited) / _STEPS,
+        "io_mb": asked.ranks * (moved_after - moved) / _STEPS / 1e6,
         "peak_mib": (_resident("VmHWM") - start) / _MIB,
+        "shared_mib": _resident("RssShmem") / _MIB,
         "shards_mib": sum(_nbytes(param) for param in net.parameters()) / _MIB,
-        "state_mib": sum(_nbytes(value) for value in state) / _MIB,
+        "group_mib": max(group_bytes) / _MIB,
     }
     if rank == 0:
         Path(results, "result.json").write_text(json.dumps(result))
@@ -144,11 +230,53 @@ def _run_rank(rank: int, ranks: int, model: str, side: str, tier: FileTier, resu
     dist.destroy_process_group()
 
 
-def _waited(optimizer: torch.optim.Optimizer) -> float:
-    """Return the seconds that steps have waited for the disk."""
+def _optimizer(
+    side: str, net: nn.Module, tier: FileTier
+) -> torch.optim.Optimizer | OverlappedStep | None:
+    if side == "none":
+        return None
+    plain = torch.optim.AdamW(net.parameters(), fused=True)
+    if side == "files":
+        return OffloadedOptimizer(plain, tier)
+    return OverlappedStep(plain, net) if side == "beside" else plain
+
+
+def _hold_disk_to(rate: float) -> None:
+    """Make each read and write of the tier take as long as a disk of ``rate`` bytes per second.
+
+    The calls of all threads share one disk: each begins when the one before it is over.
+    """
+    lock, free_at = threading.Lock(), time.perf_counter()
+
+    def held(call: Callable[..., int]) -> Callable[..., int]:
+        def slower(*arguments: Any) -> int:
+            nonlocal free_at
+            moved = call(*arguments)
+            with lock:
+                free_at = max(free_at, time.perf_counter() - moved / rate) + moved / rate
+                end = free_at
+            time.sleep(max(0.0, end - time.perf_counter()))
+            return moved
+
+        return slower
+
+    os.preadv, os.pwritev = held(os.preadv), held(os.pwritev)
+
+
+def _traffic(optimizer: torch.optim.Optimizer | None) -> tuple[float, float]:
+    """Return the seconds that steps have waited for the disk, and the bytes read and written."""
     if isinstance(optimizer, OffloadedOptimizer):
-        return optimizer.statistics.wait_seconds
-    return 0.0
+        found = optimizer.statistics
+        return found.wait_seconds, float(found.bytes_read + found.bytes_written)
+    return 0.0, 0.0
+
+
+def _own_nbytes(unit: nn.Module, units: Sequence[nn.Module]) -> int:
+    """Return the bytes of the full parameters of ``unit`` that no other unit inside it has."""
+    inside = {
+        p for other in units if other in set(unit.modules()) - {unit} for p in other.parameters()
+    }
+    return sum(param.nbytes for param in unit.parameters() if param not in inside)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -69,7 +69,7 @@ class _Part:
     Attributes:
         bucket: the parameters, by the index of their group.
         optimizer: the optimizer of these alone.
-        shadow: what is stepped in its place: plain tensors over the shards.
+        shadow: the plain tensors over the shards that are stepped.
     """
 
     bucket: dict[int, list[torch.Tensor]]

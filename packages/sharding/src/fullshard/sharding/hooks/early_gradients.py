@@ -23,8 +23,9 @@ def early_gradients(module: nn.Module, ready: Callable[[], None]) -> Iterator[No
     """Put the gradients of a group in place before the next group reduces, inside the block.
 
     ``.grad`` is set, and hooks after accumulation are called, in backward. A backward that raises
-    leaves the gradients that are in place. Nothing changes for a root with a canonical order, whose
-    backwards are finished by hand, or whose next backward is not the last one before the step.
+    leaves the gradients that are in place. Three kinds of roots keep the default: a root with a
+    canonical order, a root whose backwards are finished by hand, and a root whose next backward is
+    not the last one.
 
     Args:
         module: the model: gradients of all sharded modules in it.
