@@ -38,7 +38,7 @@ def backward(model: nn.Module, number: int) -> None:
 
 
 def run(
-    model: nn.Module, optimizer: OverlappedStep, *, micro_batches: int = 1, scheduled: bool = True
+    model: nn.Module, optimizer: OverlappedStep, *, micro_batches: int = 1
 ) -> list[torch.Tensor | None]:
     """Train with steps beside the last backward of each; the norms."""
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -142,6 +142,34 @@ SHARDINGS: dict[str, Callable[[Net], Net]] = {
 @distributed(2)
 def test_any_sharding_is_stepped_as_by_the_wrapped_optimizer(name: str) -> None:
     mine, theirs = SHARDINGS[name](build()), SHARDINGS[name](build())
+    one, other = OverlappedStep(adamw(mine), mine), adamw(theirs)
+    run(mine, one)
+    run_plainly(theirs, other)
+    assert_equal_runs(mine, one, theirs, other)
+
+
+@distributed(2)
+def test_gradients_of_one_reduction_may_be_stepped_apart() -> None:
+    """The first backward leaves the gradients of all groups in one buffer."""
+    mine, theirs = sharded(build()), sharded(build())
+    one, other = OverlappedStep(adamw(mine), mine), adamw(theirs)
+    for number in range(4):
+        backward(mine, number)
+        backward(theirs, number)
+    cast("FSDPModule", mine).set_reduce_bucket_cap(0)
+    with one.overlap():
+        backward(mine, 4)
+    backward(theirs, 4)
+    one.step()
+    other.step()
+    assert_equal_runs(mine, one, theirs, other)
+
+
+@pytest.mark.device(paces=True)
+@distributed(2)
+def test_a_policy_that_steps_on_the_device_may_overlap_too() -> None:
+    policy = CPUOffloadPolicy(optimizer_state=False)
+    mine, theirs = apart(build(), offload_policy=policy), sharded(build(), offload_policy=policy)
     one, other = OverlappedStep(adamw(mine), mine), adamw(theirs)
     run(mine, one)
     run_plainly(theirs, other)

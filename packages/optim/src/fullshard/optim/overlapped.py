@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ from fullshard.sharding.spi import (
 __all__ = ["OverlappedStep", "OverlappedStepError"]
 
 _MOST_KEPT = 4096  # parts
-_SAMPLE = 256  # elements
+_SAMPLE = 16  # elements of a gradient
 _EPSILON = 1e-6  # as in clip_grad_norm_
 
 _WORDS = Comparison(
@@ -77,24 +77,32 @@ class _Part:
     shadow: ShadowOptimizer = field(default_factory=lambda: ShadowOptimizer(plain=True))
 
 
-class _Gradient:
-    """A gradient as it was when it was stepped, to notice later changes.
+class _Gradients:
+    """Gradients as they were when they were stepped, to notice later changes.
 
-    In-place operations on a list of ``DTensor`` move no version, so some values are compared, too.
+    Versions would not do: gradients of one reduction share a buffer and its version, also with
+    gradients that are stepped later. So some values of each are compared.
     """
 
-    def __init__(self, tensor: torch.Tensor, *, compare: bool) -> None:
-        """Note ``tensor``; ``compare``: note values, too."""
-        self._tensor = tensor
-        self._version = _version_of(tensor)
-        self._sample = _local(tensor).flatten()[:_SAMPLE].clone() if compare else None
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        """Note the gradients of ``params``."""
+        self._params = params
+        self._gradients = [param.grad for param in params]
+        self._values = _sample(self._gradients)
 
-    def is_still(self, tensor: torch.Tensor | None) -> bool:
-        """Return whether ``tensor`` is the gradient, unchanged as far as can be seen."""
-        if tensor is None or tensor is not self._tensor or _version_of(tensor) != self._version:
-            return False
-        sample = self._sample
-        return sample is None or torch.equal(_local(tensor).flatten()[:_SAMPLE], sample)
+    def changed(self) -> str:
+        """Return the names of parameters whose gradients differ now, as far as can be seen."""
+        pairs = zip(self._params, self._gradients, strict=True)
+        replaced = [param for param, gradient in pairs if param.grad is not gradient]
+        if not replaced and not torch.equal(_sample(self._gradients), self._values):
+            replaced = list(self._params)
+        return ", ".join(map(label_of, replaced))
+
+
+def _sample(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
+    """Return some values of each gradient as bytes, in which a NaN equals itself."""
+    found = [_local(each).flatten()[:_SAMPLE].float() for each in gradients if each is not None]
+    return torch.cat(found).view(torch.uint8) if found else torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(eq=False)
@@ -104,7 +112,8 @@ class _InFlight:
     Attributes:
         scale: the factor of the gradients; None: they stay as they are.
         arrived: parameters whose gradients are in place and that are not stepped yet.
-        seen: each stepped gradient as it was then, by parameter.
+        stepped: the parameters of all parts.
+        gradients: those of the parts that are stepped.
         parts: what was stepped.
         steps: the steps on the thread, in order.
         raised: whether the backward raised.
@@ -112,7 +121,8 @@ class _InFlight:
 
     scale: torch.Tensor | None
     arrived: list[torch.Tensor] = field(default_factory=list)
-    seen: dict[torch.Tensor, _Gradient | None] = field(default_factory=dict)
+    stepped: set[torch.Tensor] = field(default_factory=set)
+    gradients: list[_Gradients] = field(default_factory=list)
     parts: list[_Part] = field(default_factory=list)
     steps: list[Future[None]] = field(default_factory=list)
     raised: bool = False
@@ -217,6 +227,7 @@ class OverlappedStep(WrappingOptimizer):
         try:
             with early_gradients(self._model, self._submit):
                 yield
+            self._submit()
         except BaseException:
             begun.raised = bool(begun.steps)
             self._in_flight = begun if begun.raised else None
@@ -224,7 +235,6 @@ class OverlappedStep(WrappingOptimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-        self._submit()
 
     def _waits_for_norm(self) -> bool:
         """Return whether the next step needs the norm of its own gradients."""
@@ -254,7 +264,7 @@ class OverlappedStep(WrappingOptimizer):
         if not begun.arrived:
             return
         arrived, begun.arrived[:] = list(begun.arrived), []
-        again = [label_of(param) for param in arrived if param in begun.seen]
+        again = [label_of(param) for param in arrived if param in begun.stepped]
         if again:
             raise RuntimeError(
                 f"{', '.join(again)} got a gradient after its step; run the backward without "
@@ -262,7 +272,7 @@ class OverlappedStep(WrappingOptimizer):
             )
         part = self._part_with(arrived)
         begun.parts.append(part)
-        begun.seen.update(dict.fromkeys(arrived))
+        begun.stepped.update(arrived)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="fullshard-step")
             weakref.finalize(self, self._thread.shutdown, wait=False)
@@ -302,11 +312,7 @@ class OverlappedStep(WrappingOptimizer):
         _unhooked_step(type(self.optimizer))(part.optimizer if stepped is None else stepped)
         if stepped is not None:
             part.shadow.end(part.optimizer, stepped)
-        compare = True
-        for param in params:
-            if param.grad is not None:
-                begun.seen[param] = _Gradient(param.grad, compare=compare)
-                compare = compare and _local(param.grad).numel() == 0  # one of them is enough
+        begun.gradients.append(_Gradients(params))
 
     def _wait(self) -> None:
         """Wait for the steps on the thread, whatever they raise."""
@@ -364,17 +370,13 @@ class OverlappedStep(WrappingOptimizer):
             return f"the backward in overlap() raised, and {_RELOAD}", None
         if errors:
             return f"{type(errors[0]).__name__}: {errors[0]}; {_RELOAD}", errors[0]
-        changed = [
-            label_of(param)
-            for param, seen in begun.seen.items()
-            if seen is not None and not seen.is_still(param.grad)
-        ]
+        changed = ", ".join(filter(None, (each.changed() for each in begun.gradients)))
         if changed:
-            text = f"the gradients of {', '.join(changed)} changed after they were stepped"
+            text = f"the gradients of {changed} changed after they were stepped"
             advice = "do not clip or unscale them, pass max_norm to OverlappedStep"
             return f"{text}; {advice}; {_RELOAD}", None
         params = [param for group in self.param_groups for param in group["params"]]
-        rest = [each for each in params if each.grad is not None and each not in begun.seen]
+        rest = [each for each in params if each.grad is not None and each not in begun.stepped]
         if rest:
             begun.parts.append(self._part_with(rest))
             self._step_part(begun.parts[-1], begun)
@@ -400,10 +402,6 @@ def _share_state(optimizer: Optimizer, part: Optimizer, bucket: Bucket) -> None:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    return tensor._version + _local(tensor)._version
 
 
 def _unhooked_step(kind: type[Optimizer]) -> Callable[..., Any]:
