@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,10 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fullshard.comm.spi import foreach_scale
+from fullshard.optim.base.parts import Part, SteppedGradients
 from fullshard.optim.base.stepped import label_of
 from fullshard.optim.base.wrapping import (
-    Bucket,
     WrappingOptimizer,
     error_of_any_rank,
     params_of,
@@ -36,9 +35,7 @@ from fullshard.optim.base.wrapping import (
 from fullshard.sharding import clip_grad_norm_, grad_norm, rebind_optimizer
 from fullshard.sharding.spi import (
     Comparison,
-    ShadowOptimizer,
     early_gradients,
-    local_shard,
     steps_on_plain,
     untraced,
 )
@@ -46,7 +43,6 @@ from fullshard.sharding.spi import (
 __all__ = ["OverlappedStep", "OverlappedStepError"]
 
 _MOST_KEPT = 4096  # parts
-_SAMPLE = 16  # elements of a gradient
 _EPSILON = 1e-6  # as in clip_grad_norm_
 
 _WORDS = Comparison(
@@ -60,49 +56,6 @@ _RELOAD = "part of the parameters were stepped; load the last checkpoint"
 
 class OverlappedStepError(RuntimeError):
     """A step beside backward failed on some rank; raised on every rank of the model."""
-
-
-@dataclass(eq=False)
-class _Part:
-    """Parameters that are stepped together.
-
-    Attributes:
-        bucket: the parameters, by the index of their group.
-        optimizer: the optimizer of these alone.
-        shadow: the plain tensors over the shards that are stepped.
-    """
-
-    bucket: dict[int, list[torch.Tensor]]
-    optimizer: Optimizer
-    shadow: ShadowOptimizer = field(default_factory=lambda: ShadowOptimizer(plain=True))
-
-
-class _Gradients:
-    """Gradients as they were when they were stepped, to notice later changes.
-
-    Versions would not do: gradients of one reduction share a buffer and its version, also with
-    gradients that are stepped later. So some values of each are compared.
-    """
-
-    def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        """Note the gradients of ``params``."""
-        self._params = params
-        self._gradients = [param.grad for param in params]
-        self._values = _sample(self._gradients)
-
-    def changed(self) -> str:
-        """Return the names of parameters whose gradients differ now, as far as can be seen."""
-        pairs = zip(self._params, self._gradients, strict=True)
-        replaced = [param for param, gradient in pairs if param.grad is not gradient]
-        if not replaced and not torch.equal(_sample(self._gradients), self._values):
-            replaced = list(self._params)
-        return ", ".join(map(label_of, replaced))
-
-
-def _sample(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    """Return some values of each gradient as bytes, in which a NaN equals itself."""
-    found = [_local(each).flatten()[:_SAMPLE].float() for each in gradients if each is not None]
-    return torch.cat(found).view(torch.uint8) if found else torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(eq=False)
@@ -122,8 +75,8 @@ class _InFlight:
     scale: torch.Tensor | None
     arrived: list[torch.Tensor] = field(default_factory=list)
     stepped: set[torch.Tensor] = field(default_factory=set)
-    gradients: list[_Gradients] = field(default_factory=list)
-    parts: list[_Part] = field(default_factory=list)
+    gradients: list[SteppedGradients] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     steps: list[Future[None]] = field(default_factory=list)
     raised: bool = False
 
@@ -178,7 +131,7 @@ class OverlappedStep(WrappingOptimizer):
         self._max_norm = max_norm
         self._norm = norm
         self._in_flight: _InFlight | None = None
-        self._kept: dict[tuple[int, ...], _Part] = {}
+        self._kept: dict[tuple[int, ...], Part] = {}
         self._thread: ThreadPoolExecutor | None = None
 
     @property
@@ -278,7 +231,7 @@ class OverlappedStep(WrappingOptimizer):
             weakref.finalize(self, self._thread.shutdown, wait=False)
         begun.steps.append(self._thread.submit(self._step_part, part, begun))
 
-    def _part_with(self, params: Sequence[torch.Tensor]) -> _Part:
+    def _part_with(self, params: Sequence[torch.Tensor]) -> Part:
         """Return what steps ``params``, with the options and the state of now."""
         key = tuple(map(id, params))
         wanted = set(key)
@@ -291,28 +244,16 @@ class OverlappedStep(WrappingOptimizer):
         if part is None:
             if len(self._kept) == _MOST_KEPT:  # of batches that differ in each step
                 self._kept.clear()
-            part = self._kept[key] = _Part(bucket, part_of(self.optimizer, bucket))
-        fresh = part_of(self.optimizer, bucket)
-        fresh.state = part.optimizer.state
-        _share_state(self.optimizer, fresh, bucket)
-        part.bucket, part.optimizer = bucket, fresh
+            part = self._kept[key] = Part(bucket, part_of(self.optimizer, bucket))
+        part.refresh(self.optimizer, bucket)
         return part
 
     @torch.no_grad()
     @untraced
-    def _step_part(self, part: _Part, begun: _InFlight) -> None:
-        """Step some parameters, beside backward or after it."""
-        params = params_of(part.bucket)
-        local = [_local(param.grad) for param in params if param.grad is not None]
-        if begun.scale is not None:
-            for dtype in {each.dtype for each in local}:
-                same = [each for each in local if each.dtype == dtype]
-                foreach_scale(same, begun.scale.to(dtype))
-        stepped = part.shadow.begin(part.optimizer)
-        _unhooked_step(type(self.optimizer))(part.optimizer if stepped is None else stepped)
-        if stepped is not None:
-            part.shadow.end(part.optimizer, stepped)
-        begun.gradients.append(_Gradients(params))
+    def _step_part(self, part: Part, begun: _InFlight) -> None:
+        """Step some parameters beside backward."""
+        part.step(begun.scale)
+        begun.gradients.append(SteppedGradients(params_of(part.bucket)))
 
     def _wait(self) -> None:
         """Wait for the steps on the thread, whatever they raise."""
@@ -379,7 +320,7 @@ class OverlappedStep(WrappingOptimizer):
         rest = [each for each in params if each.grad is not None and each not in begun.stepped]
         if rest:
             begun.parts.append(self._part_with(rest))
-            self._step_part(begun.parts[-1], begun)
+            begun.parts[-1].step(begun.scale)
         found: dict[torch.Tensor, Any] = {}
         for part in begun.parts:
             take_over(self.optimizer, part.bucket, part.optimizer)
@@ -388,30 +329,6 @@ class OverlappedStep(WrappingOptimizer):
             if param in found:
                 self.optimizer.state[param] = found[param]
         return "", None
-
-
-def _share_state(optimizer: Optimizer, part: Optimizer, bucket: Bucket) -> None:
-    """Make the state of ``part`` that of ``optimizer``: the same dicts."""
-    for param in params_of(bucket):
-        known = optimizer.state.get(param)
-        if known is None:
-            part.state.pop(param, None)
-        else:
-            part.state[param] = known
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def _unhooked_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return the step of a class without the hooks of torch around it.
-
-    The hooks would end the parameter generations in the middle of a backward; ``step()`` does it.
-    """
-    step: Any = kind.step
-    unhooked: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
-    return unhooked
 
 
 def _require_elementwise(optimizer: object) -> None:
