@@ -36,7 +36,8 @@ PARALLEL = ("-q", "-n", str(WORKERS), "--dist", "loadfile")
 SHARED_CORES = {"OMP_WAIT_POLICY": "passive"}
 
 # What `versions` runs: every package, and the engine beside the torch that is installed.
-PACKAGES = ("comm", "wire", "sharding", "policies", "checkpoint", "optim", "preflight", "wrappers")
+PACKAGES = ("comm", "wire", "sharding", "policies", "checkpoint", "optim", "preflight", "elastic")
+PACKAGES += ("wrappers",)
 CORE = [f"tests/{each}" for each in PACKAGES]
 CORE += ["tests/parity/test_against_torch.py", "tests/parity/test_training.py"]
 
@@ -86,7 +87,7 @@ def _install_members(session: nox.Session, *groups: str) -> None:
 @nox.session(default=False)
 def workspace(session: nox.Session) -> None:
     """Install every member, editable, into the environment that types, tests and train share."""
-    _install_members(session, "types", "tests")
+    _install_members(session, "types", "tests", "elastic")
 
 
 @nox.session(requires=["workspace"], venv_backend="none")
@@ -236,11 +237,17 @@ def train(session: nox.Session) -> None:
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)
 def drill(session: nox.Session) -> None:
-    """Lose a host in mid-training, and get it back: two network namespaces, so it needs root."""
-    command = (_workspace(session, "python"), "tests/train/drill.py", *session.posargs)
-    session.run(
-        *command, env={"PYTHONPATH": _tests_path()}, interrupt_timeout=30, terminate_timeout=30
-    )
+    """Lose ranks of replica groups, then a host, in mid-training, and get them back.
+
+    The host is lost in two network namespaces, so this needs root; ``-- groups`` does without.
+    """
+    words = [each for each in session.posargs if each != "groups"]
+    programs = ["tests/elastic/drill.py", "tests/train/drill.py"]
+    for program in programs[: 1 if "groups" in session.posargs else 2]:
+        command = (_workspace(session, "python"), program, *words)
+        session.run(
+            *command, env={"PYTHONPATH": _tests_path()}, interrupt_timeout=30, terminate_timeout=30
+        )
 
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)

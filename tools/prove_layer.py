@@ -136,6 +136,19 @@ def prove_preflight() -> str:
     return "found a sharded model equal to the unsharded one"
 
 
+def prove_elastic() -> str:
+    """Shards a model for a run of replica groups, and finds what is wrong with options."""
+    from fullshard.elastic import ElasticOptions
+
+    options = ElasticOptions(lighthouse="http://127.0.0.1:29510", group="a")
+    _require(options.timeout == 60.0, "the default timeout is 60 seconds")
+    try:
+        ElasticOptions(lighthouse="127.0.0.1", group="a")
+    except ValueError:
+        return "took the options of a replica group; torchft is an extra"
+    raise SystemExit("prove_layer: an address without a port was taken")
+
+
 def prove_wrappers() -> str:
     """Trains three steps through the import line that users of torch's own FSDP change."""
     from fullshard.wrappers.fsdp import MixedPrecisionPolicy, fully_shard
@@ -212,6 +225,7 @@ PROOFS: dict[str, Callable[[], str]] = {
     "fullshard-checkpoint": prove_checkpoint,
     "fullshard-optim": prove_optim,
     "fullshard-preflight": prove_preflight,
+    "fullshard-elastic": prove_elastic,
     "fullshard-wrappers": prove_wrappers,
     "fullshard": prove_all,
     "fullshard-train": prove_train,
@@ -295,6 +309,7 @@ _LIBRARIES = (
     "fullshard-checkpoint",
     "fullshard-optim",
     "fullshard-preflight",
+    "fullshard-elastic",
     "fullshard-wrappers",
 )
 

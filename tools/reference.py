@@ -27,6 +27,7 @@ PACKAGES = (
     "fullshard.checkpoint",
     "fullshard.optim",
     "fullshard.preflight",
+    "fullshard.elastic",
     "fullshard.wrappers.fsdp",
 )
 

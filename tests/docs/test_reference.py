@@ -17,7 +17,16 @@ REFERENCE = ROOT / "docs" / "reference"
     "package",
     [
         f"fullshard.{name}"
-        for name in ("comm", "wire", "sharding", "policies", "checkpoint", "optim", "preflight")
+        for name in (
+            "comm",
+            "wire",
+            "sharding",
+            "policies",
+            "checkpoint",
+            "optim",
+            "preflight",
+            "elastic",
+        )
     ],
 )
 def test_a_page_describes_exactly_the_public_names_of_its_package(package: str) -> None:

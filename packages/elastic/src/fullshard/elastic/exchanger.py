@@ -1,0 +1,158 @@
+"""The sums of a step over replica groups, in a thread beside backward.
+
+Owns the order of messages of one rank, how gradients are added, the vote, and the first error of a
+step: after it, nothing more is sent, and the connections are closed. The main class is
+``Exchanger``. Refuses: recovery, and who is in a quorum.
+
+[Note: order of sums] The gradients of contributing groups are added in the order of groups, in
+float32 or wider, and the sum is multiplied by ``1 / groups`` for an average. Therefore every group
+has the same bits, whatever its number of ranks, and a replay can compute them again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from fullshard.comm import Layout, ReduceInFlight
+from fullshard.elastic.errors import ReplicaGroupError
+from fullshard.elastic.links import Links
+from fullshard.elastic.pieces import specs_digest
+
+__all__ = ["Exchanger", "added"]
+
+_T = TypeVar("_T")
+_PRIME = 2**61 - 1
+
+
+class Exchanger:
+    """Sums slices over the groups of a step; an ``Exchange``.
+
+    Args:
+        average: see ``ElasticOptions``.
+        between: see ``ElasticOptions``.
+    """
+
+    def __init__(self, *, average: bool, between: torch.dtype | None) -> None:
+        self._average = average
+        self._between = between
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fullshard-elastic")
+        self._lock = threading.Lock()
+        self._links: Links | None = None
+        self._error: str = ""
+        self._in_step = False
+        self._count = self._digest = 0
+
+    @property
+    def error(self) -> str:
+        """The first error of the step, as text; empty if there is none."""
+        return self._error
+
+    def open(self, links: Links) -> None:
+        """Begin a step over ``links``."""
+        self._links, self._error, self._in_step = links, "", True
+        self._count = self._digest = 0
+
+    def end(self) -> None:
+        """End the step."""
+        self._in_step = False
+
+    def close(self) -> None:
+        """End the thread, after what it does now."""
+        self._thread.shutdown()
+
+    def fail(self, reason: str) -> None:
+        """Drop the step: the first reason counts."""
+        with self._lock:
+            self._error = self._error or reason
+        if self._links is not None:
+            self._links.close()
+
+    def _run(self, call: Callable[[Links], _T], otherwise: _T) -> Future[_T]:
+        """Run ``call`` after what was asked for before; ``otherwise`` once the step is dropped."""
+
+        def guarded() -> _T:
+            links = self._links
+            if self._error or links is None:
+                return otherwise
+            try:
+                with torch.no_grad():
+                    return call(links)
+            except Exception as error:  # of a connection, most likely; the step is dropped
+                self.fail(f"{type(error).__name__}: {error}")
+                return otherwise
+
+        return self._thread.submit(guarded)
+
+    def submit(self, flight: ReduceInFlight) -> Future[torch.Tensor | None]:
+        """See ``Exchange``.
+
+        Raises:
+            ReplicaGroupError: outside of a step.
+        """
+        if not self._in_step:
+            raise ReplicaGroupError(
+                f"gradients of {flight.plan.config.name or 'the model'} were reduced outside of a "
+                "step; call begin() before the forward, and commit() after the backward"
+            )
+        layout, output, config = flight.plan.layout, flight.output, flight.plan.config
+        self._count += 1
+        self._digest = (self._digest * 31 + specs_digest(layout.specs)) % _PRIME
+        streams, event = config.streams, flight.event
+
+        def on_host(links: Links) -> torch.Tensor | None:
+            if output.device.type == "cpu":
+                output.copy_(self._total(links, output, layout))
+                return None
+            with streams.use(streams.all_reduce):
+                streams.all_reduce.wait_event(event)
+                return self._total(links, output.cpu(), layout)
+
+        return self._run(on_host, None)
+
+    def _total(self, links: Links, output: torch.Tensor, layout: Layout) -> torch.Tensor:
+        sent_as = output.dtype if self._between is None else self._between
+        parts = links.contributions(output, layout, sent_as)
+        return added(parts, output.dtype, average=self._average)
+
+    def from_contributors(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return the ``values`` of each contributing group; the own ones alone if dropped."""
+        host = values.detach().cpu().reshape(-1)
+        found = self._run(lambda links: links.from_contributors(host), [host]).result()
+        return [each.view(values.shape).to(values.device) for each in found]
+
+    def vote(self) -> bool:
+        """Return whether the step went well on the ranks of other groups that this one pairs with.
+
+        Raises:
+            ReplicaGroupError: if their groups reduced other gradients.
+        """
+        mine = torch.tensor([not self._error, self._count, self._digest])
+        votes = self._run(lambda links: links.votes(mine), None).result()
+        if votes is None:
+            return False
+        for (place, rank), vote in votes.items():
+            ok, count, digest = vote.tolist()
+            if ok and (count, digest) != (self._count, self._digest):
+                name = self._links.roster.members[place].name if self._links is not None else ""
+                raise ReplicaGroupError(
+                    f"rank {rank} of replica group {name} reduced {count} buffers in this step and "
+                    f"this rank {self._count}, or tensors of other shapes; build the model, its "
+                    "sharded modules and its trainable parameters alike in all groups"
+                )
+        return all(bool(vote[0]) for vote in votes.values())
+
+
+def added(parts: list[torch.Tensor], dtype: torch.dtype, *, average: bool) -> torch.Tensor:
+    """Return the sum of ``parts`` in ``dtype``; see [Note: order of sums]."""
+    wide = torch.promote_types(dtype, torch.float32)
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total.add_(part)  # widened element by element
+    if average and len(parts) > 1:
+        total.mul_(1 / len(parts))
+    return total.to(dtype)

@@ -1,0 +1,376 @@
+"""A replica group in a run whose groups leave and join: its steps, from quorum to commit.
+
+Owns the order of a step: quorum, connections, state that is sent or received, the forward and
+backward of the caller, the vote, the state that is loaded, the commit. The main class is
+``ReplicaGroups``. Parts of it are in ``exchanger`` (sums), ``recovery`` (state) and ``links``.
+
+[Note: a step] A step is committed by all ranks of a group or by none: torchft's manager collects
+their votes. A rank votes for a step if every message of its own went well, and every rank of other
+groups that it pairs with voted so, too. Therefore all groups drop a step together, except where a
+group is lost during the vote itself: then some may commit, and the others, which are a step behind,
+receive the state of those at the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from fullshard.elastic.coordinator import TorchftCoordinator
+from fullshard.elastic.errors import ReplicaGroupError
+from fullshard.elastic.exchanger import Exchanger
+from fullshard.elastic.links import Links, meet
+from fullshard.elastic.membership import Coordinator, Member, Quorum, Roster, next_lineage
+from fullshard.elastic.options import ElasticOptions
+from fullshard.elastic.recovery import Received, Recovery
+from fullshard.elastic.reduction import ReplicaWire
+from fullshard.elastic.state import ReplicaState, Stateful
+from fullshard.sharding import FSDPModule, FullWidth, WireForms
+from fullshard.sharding.spi import groups_of
+
+__all__ = ["ElasticStep", "ReplicaGroups"]
+
+_log = logging.getLogger("fullshard.elastic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticStep:
+    """A step that was begun, as all groups see it.
+
+    Attributes:
+        number: how many steps were committed before.
+        quorum: the number of the quorum.
+        contributors: the groups whose gradients are added, in the order of the sum.
+        ranks: how many ranks each of them has.
+        joining: the groups that receive the state of the run during the step.
+        index: the place of this group in ``contributors``; None if it joins. It then runs forward
+            and backward like the others, but contributes nothing.
+        batch: the number of the batch for this group, if groups take batches in turn: no batch is
+            left out or used twice, whichever groups come and go.
+    """
+
+    number: int
+    quorum: int
+    contributors: tuple[str, ...]
+    ranks: tuple[int, ...]
+    joining: tuple[str, ...]
+    index: int | None
+    batch: int
+
+
+class ReplicaGroups:
+    """This replica group's part in a run of several; a collective call of its ranks.
+
+    Args:
+        options: names the run and this group.
+        process_group: the ranks of this group; None: the default one.
+        coordinator: who decides which groups are there; None: torchft.
+
+    Raises:
+        ModuleNotFoundError: if torchft is needed and not installed.
+        ReplicaGroupError: if the lighthouse cannot be reached.
+    """
+
+    def __init__(
+        self,
+        options: ElasticOptions,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        coordinator: Coordinator | None = None,
+    ) -> None:
+        self._options = options
+        self._rank = dist.get_rank(process_group)
+        self._ranks = dist.get_world_size(process_group)
+        made = TorchftCoordinator(options, process_group) if coordinator is None else coordinator
+        self._coordinator = made
+        self._exchanger = Exchanger(average=options.average, between=options.between)
+        self._recovery = Recovery(self._rank, options.timeout)
+        self._state: ReplicaState | None = None
+        self._links: Links | None = None
+        self._sending: Future[None] | None = None
+        self._receiving: Future[Received] | None = None
+        self._step: ElasticStep | None = None
+        self._steps = self._batches = self._dropped = 0
+        first = [uuid.uuid4().hex]
+        dist.broadcast_object_list(first, group=process_group, group_src=0)
+        self._lineage: str = first[0]
+
+    # -- before training ---------------------------------------------------------------------------
+
+    def wire(self, inner: WireForms | None = None) -> ReplicaWire:
+        """Return the ``wire_policy`` for each ``fully_shard`` of the model.
+
+        Args:
+            inner: in what form shards and gradients travel inside this group, such as a
+                ``WirePolicy``; None: as they are.
+        """
+        return ReplicaWire(FullWidth() if inner is None else inner, self._exchanger)
+
+    def carry(self, model: nn.Module, optimizer: Optimizer, **others: Stateful) -> None:
+        """Name what a group receives when it joins: call it before the first step.
+
+        Parameters and buffers of ``model``, the state of ``optimizer``, the state of random numbers
+        and of ``others`` (a learning-rate scheduler, a data loader). The reductions of ``model``
+        are no longer coalesced, and its all-reduce hook is taken.
+
+        Args:
+            model: sharded with the policy of ``wire``.
+            optimizer: of its parameters.
+            others: by name what has ``state_dict`` and ``load_state_dict``.
+
+        Raises:
+            ValueError: if a sharded module has another wire policy, or the model has none.
+        """
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        if not sharded:
+            raise ValueError(
+                f"got a {type(model).__name__} without sharded modules; call fully_shard(..., "
+                "wire_policy=groups.wire()) on it first"
+            )
+        for module in sharded:
+            for group in groups_of(module):
+                wire = group.policies.wire
+                if not (isinstance(wire, ReplicaWire) and wire.exchange is self._exchanger):
+                    raise ValueError(
+                        f"{group.name or 'the root'} has wire policy {wire!r}, so its gradients "
+                        "stay in this replica group; pass wire_policy=groups.wire() to each "
+                        "fully_shard"
+                    )
+            # All groups reduce the same buffers in one order, whatever their number of ranks.
+            module.set_all_reduce_hook(_unchanged)
+            module.set_reduce_bucket_cap(0, recurse=False)
+        self._state = ReplicaState(model, optimizer, others)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the run, for a checkpoint of it."""
+        return {"steps": self._steps, "batches": self._batches, "lineage": self._lineage}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a position: groups that loaded one checkpoint need no state of each other."""
+        self._steps = int(state_dict["steps"])
+        self._batches = int(state_dict["batches"])
+        self._lineage = str(state_dict["lineage"])
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """How many steps were committed."""
+        return self._steps
+
+    def begin(self) -> ElasticStep:
+        """Return the next step, once there is a quorum; on all ranks of the group.
+
+        Raises:
+            ReplicaGroupError: if there is none in time, a rank of this group is lost, the groups
+                have different models, or the step before was not ended.
+        """
+        state = self._ready()
+        while True:
+            quorum = self._coordinator.quorum(self._steps, self._dropped)
+            links = self._links
+            if links is not None and links.roster.number == quorum.number and not self._dropped:
+                break
+            self._close_links()
+            error = self._connect(quorum, state)
+            if self._coordinator.agree(self._steps, not error):
+                break
+            self._count_dropped(error or "another rank of this group could not connect")
+        links = self._links
+        assert links is not None, "connected"
+        roster = links.roster
+        self._take_position(roster)
+        self._exchanger.open(links)
+        names = roster.names(roster.contributors)
+        index = roster.contributors.index(roster.own) if roster.own in roster.contributors else None
+        self._step = ElasticStep(
+            number=self._steps,
+            quorum=roster.number,
+            contributors=names,
+            ranks=tuple([roster.members[at].ranks for at in roster.contributors]),
+            joining=roster.names(tuple(sorted(roster.sources))),
+            index=index,
+            batch=self._batches + (index or 0),
+        )
+        return self._step
+
+    def _ready(self) -> ReplicaState:
+        if self._state is None:
+            raise ReplicaGroupError("begin() came before carry(model, optimizer); call that first")
+        if self._step is not None:
+            raise ReplicaGroupError(
+                f"begin() came twice for step {self._steps}; call commit() after each backward"
+            )
+        return self._state
+
+    def _connect(self, quorum: Quorum, state: ReplicaState) -> str:
+        """Connect to the groups of a new quorum; return what went wrong, or an empty string.
+
+        Raises:
+            ReplicaGroupError: if the groups have different models.
+        """
+        own = Member(
+            name=self._options.group,
+            ranks=self._ranks,
+            step=self._steps,
+            batches=self._batches,
+            lineage=self._lineage,
+            model=state.digest(),
+        )
+        try:
+            roster, store = meet(quorum, own, self._rank, self._options.timeout)
+            self._links = Links(roster, store, self._rank, self._options.timeout)
+        except Exception as error:  # a group was lost again
+            self._close_links()
+            return f"{type(error).__name__}: {error}"
+        _require_alike(roster)
+        if self._rank == 0:
+            _log_roster(roster)
+        if roster.own in roster.sources:
+            self._receiving = self._recovery.receive(roster, store, state)
+        elif roster.own in roster.sources.values():
+            self._sending = self._recovery.send(roster, store, state.export())
+        return ""
+
+    def _take_position(self, roster: Roster) -> None:
+        """Take over the position of the run, which this group's own state may not have reached."""
+        member = roster.state
+        self._steps, self._batches, self._lineage = member.step, member.batches, member.lineage
+
+    def from_first(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the ``values`` of the first contributing group.
+
+        For numbers that decide something in all groups and may be rounded otherwise where a group
+        has another number of ranks, such as the norm of gradients. Between backward and commit, on
+        all ranks of all groups; the values must be equal on the ranks of a group.
+
+        Raises:
+            ReplicaGroupError: outside of a step.
+        """
+        return self._from_contributors("from_first", values)[0]
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``values`` over contributing groups, such as a loss or a token count.
+
+        Called as ``from_first``.
+
+        Raises:
+            ReplicaGroupError: outside of a step.
+        """
+        found = self._from_contributors("sum", values)
+        return torch.stack(found).sum(0)
+
+    def _from_contributors(self, call: str, values: torch.Tensor) -> list[torch.Tensor]:
+        if self._step is None:
+            raise ReplicaGroupError(f"{call}() was called outside of a step; call begin() first")
+        return self._exchanger.from_contributors(values)
+
+    def commit(self) -> bool:
+        """Return whether to step the optimizer; call it after backward, on all ranks of the group.
+
+        If not, drop the gradients and repeat the step: a group was lost, or came late. A group that
+        joins has the state of the run when this returns True, and the gradients of the others.
+
+        Raises:
+            ReplicaGroupError: outside of a step, if a rank of this group is lost, if groups reduced
+                different gradients, or after ``options.max_dropped`` dropped steps in a row.
+        """
+        step, links = self._step, self._links
+        if step is None or links is None:
+            raise ReplicaGroupError("commit() was called outside of a step; call begin() first")
+        self._step = None
+        received = self._received()
+        ok = self._exchanger.vote() and len(step.contributors) >= self._options.min_groups
+        self._exchanger.end()
+        if not self._coordinator.agree(self._steps, ok):
+            self._count_dropped(self._exchanger.error or "a rank or another group voted against it")
+            return False
+        if received is not None:
+            assert self._state is not None, "carry() came before"
+            self._state.load(received.structure, received.parts)
+        self._dropped = 0
+        self._lineage = next_lineage(self._lineage, links.roster, self._steps)
+        self._steps += 1
+        self._batches += len(step.contributors)
+        links.roster = links.roster.settled(self._steps, self._batches, self._lineage)
+        return True
+
+    def _received(self) -> Received | None:
+        """Return the state that this group was to receive; the step is dropped if it did not."""
+        receiving, self._receiving = self._receiving, None
+        if receiving is None:
+            return None
+        try:
+            return receiving.result()
+        except Exception as error:
+            self._exchanger.fail(f"no state arrived ({type(error).__name__}: {error})")
+            return None
+
+    def _count_dropped(self, reason: str) -> None:
+        self._dropped += 1
+        _log.warning(
+            "replica group %s, rank %d: step %d dropped: %s",
+            self._options.group,
+            self._rank,
+            self._steps,
+            reason,
+        )
+        if self._dropped > self._options.max_dropped:
+            raise ReplicaGroupError(
+                f"replica group {self._options.group}, rank {self._rank}: {self._dropped} steps in "
+                f"a row were dropped, the last one because {reason}"
+            )
+
+    def _close_links(self) -> None:
+        links, self._links = self._links, None
+        if links is not None:
+            links.close()
+
+    def close(self) -> None:
+        """Leave the run; the other groups go on."""
+        self._close_links()
+        self._coordinator.close()
+        self._exchanger.close()
+        self._recovery.close()
+
+
+def _unchanged(buffer: torch.Tensor) -> None:
+    """Do nothing: a hook keeps the engine from using gradients that were not reduced."""
+
+
+def _require_alike(roster: Roster) -> None:
+    own = roster.members[roster.own]
+    for member in roster.members:
+        if member.model != own.model:
+            raise ReplicaGroupError(
+                f"replica groups {own.name} and {member.name} differ in names, shapes or dtypes of "
+                "parameters, in which of them are trainable, or in which modules are sharded; "
+                "build and shard one model in all groups"
+            )
+    names = [member.name for member in roster.members]
+    if len(set(names)) < len(names):
+        raise ReplicaGroupError(
+            f"two replica groups have one name, among {', '.join(names)}; give each its own"
+        )
+
+
+def _log_roster(roster: Roster) -> None:
+    joins = [
+        f"{roster.members[at].name} joins from {roster.members[source].name}"
+        for at, source in sorted(roster.sources.items())
+    ]
+    _log.info(
+        "quorum %d, step %d: %s",
+        roster.number,
+        roster.state.step,
+        "; ".join([f"groups {', '.join(roster.names(roster.contributors))}", *joins]),
+    )

@@ -1,0 +1,210 @@
+"""The connections of one rank to ranks of other groups, for one quorum.
+
+Owns how groups meet in the quorum's store, the process groups between them, and what travels: the
+pieces of a reduction, votes, numbers of one group. All of it is host memory. An error closes the
+connections, so that the other ranks notice at once. Refuses: deciding what an error means.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import Layout
+from fullshard.comm.spi import SeveralWorks, exchange
+from fullshard.elastic.compat import end_of
+from fullshard.elastic.membership import Member, Quorum, Roster
+from fullshard.elastic.pieces import Peer, copied_into, packed, packed_numel, pairs_with
+
+__all__ = ["Links", "connected", "meet"]
+
+_CONTROL = 1  # the tag of votes and numbers: gloo ends a process where messages differ in size
+
+
+def meet(quorum: Quorum, own: Member, rank: int, timeout: float) -> tuple[Roster, dist.Store]:
+    """Return the roster of ``quorum`` and the store of its groups.
+
+    Args:
+        quorum: what the coordinator gave.
+        own: what this group tells the others.
+        rank: of this process in its group; rank 0 tells.
+        timeout: seconds to wait for the others.
+    """
+    host, _, port = quorum.store.rpartition(":")
+    patience = timedelta(seconds=timeout)
+    client = dist.TCPStore(
+        host, int(port), is_master=False, wait_for_workers=False, timeout=patience
+    )
+    store = dist.PrefixStore(f"fullshard/{quorum.number}", client)
+    if rank == 0:
+        store.set(f"member/{quorum.own}", json.dumps(asdict(own)))
+    told = [store.get(f"member/{at}") for at in range(len(quorum.names))]
+    members = tuple([Member(**json.loads(each)) for each in told])
+    return Roster(number=quorum.number, members=members, own=quorum.own), store
+
+
+class Links:
+    """The connections of a rank for one quorum.
+
+    If all groups have equal numbers of ranks, a rank is connected to the ranks of its own number;
+    otherwise to all ranks.
+
+    Args:
+        roster: the groups.
+        store: in which they meet.
+        rank: of this process in its group.
+        timeout: seconds that a message may take.
+
+    Attributes:
+        peers: the ranks that are connected, as (place of the group, rank in it), this one included.
+    """
+
+    def __init__(self, roster: Roster, store: dist.Store, rank: int, timeout: float) -> None:
+        sizes = [member.ranks for member in roster.members]
+        self.roster = roster
+        self._here = Peer(rank, sizes[roster.own])
+        self.peers: list[tuple[int, int]]
+        if len(set(sizes)) == 1:
+            lane, self.peers = f"lane{rank}", [(at, rank) for at in range(len(sizes))]
+        else:
+            lane, self.peers = (
+                "all",
+                [(at, q) for at, size in enumerate(sizes) for q in range(size)],
+            )
+        self._own = self.peers.index((roster.own, rank))
+        self._sizes = sizes
+        self._process_group: dist.ProcessGroup | None = None
+        if len(self.peers) > 1:
+            self._process_group = connected(store, lane, self._own, len(self.peers), timeout)
+
+    def close(self) -> None:
+        """Close the connections; ranks that wait for this one get an error."""
+        process_group, self._process_group = self._process_group, None
+        if process_group is not None:
+            end_of(process_group)
+
+    def _peer(self, at: int) -> Peer:
+        place, rank = self.peers[at]
+        return Peer(rank, self._sizes[place])
+
+    def _exchange(self, sent: Sequence[torch.Tensor], came: Sequence[torch.Tensor]) -> None:
+        if len(self.peers) > 1:
+            exchange(sent, came, self._connection(), False)
+
+    def _connection(self) -> dist.ProcessGroup:
+        if self._process_group is None:
+            raise ConnectionError("the connections to other groups were closed")
+        return self._process_group
+
+    def contributions(
+        self, output: torch.Tensor, layout: Layout, sent_as: torch.dtype
+    ) -> list[torch.Tensor]:
+        """Return, per contributing group, its gradients for this rank's slice, in their order.
+
+        Args:
+            output: this rank's slice of its group's reduction, on the CPU.
+            layout: of the slice.
+            sent_as: the dtype that travels; this group's own gradients are rounded to it, too.
+        """
+        contributors, here = self.roster.contributors, self._here
+        nothing = output.new_empty(0, dtype=sent_as)
+        sent = [nothing] * len(self.peers)
+        came = [nothing] * len(self.peers)
+        for at, (place, _) in enumerate(self.peers):
+            if place == self.roster.own:
+                continue
+            there = self._peer(at)
+            if self.roster.own in contributors:
+                sent[at] = packed(output, layout, here, there, sent_as)
+            if place in contributors:
+                numel = packed_numel(layout, here, there)
+                came[at] = output.new_empty(numel, dtype=sent_as)
+        self._exchange(sent, came)
+        parts = []
+        for place in contributors:
+            if place == self.roster.own:
+                parts.append(output if sent_as is output.dtype else output.to(sent_as))
+            elif self._sizes[place] == here.ranks:
+                parts.append(came[self.peers.index((place, here.rank))])
+            else:
+                parts.append(self._assembled(output, layout, place, came))
+        return parts
+
+    def _assembled(
+        self, output: torch.Tensor, layout: Layout, place: int, came: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the slice of a group with other numbers of ranks, from all that they sent."""
+        whole = torch.zeros_like(output)
+        for at, (group, _) in enumerate(self.peers):
+            if group == place:
+                copied_into(whole, came[at], layout, self._here, self._peer(at))
+        return whole
+
+    def votes(self, vote: torch.Tensor) -> dict[tuple[int, int], torch.Tensor]:
+        """Return the votes of the ranks that this one pairs with, by group and rank.
+
+        Args:
+            vote: this rank's, ``[n]``.
+        """
+        came = self._among_pairs(vote, lambda at: True, lambda at: True)
+        return {peer: each for peer, each in zip(self.peers, came, strict=True) if each.numel()}
+
+    def from_contributors(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return, per contributing group, the ``values`` of one of its ranks, in their order.
+
+        The values must be equal on all ranks of a group.
+        """
+        contributors, here = self.roster.contributors, self._here
+        mine = self.roster.own in contributors
+        came = self._among_pairs(
+            values,
+            sends=lambda at: mine and self._peer(at).rank % here.ranks == here.rank,
+            receives=lambda at: (
+                self.peers[at][0] in contributors
+                and here.rank % self._sizes[self.peers[at][0]] == self.peers[at][1]
+            ),
+        )
+        arrived = {
+            place: each for (place, _), each in zip(self.peers, came, strict=True) if each.numel()
+        }
+        arrived[self.roster.own] = values
+        return [arrived[place] for place in contributors]
+
+    def _among_pairs(
+        self,
+        values: torch.Tensor,
+        sends: Callable[[int], bool],
+        receives: Callable[[int], bool],
+    ) -> list[torch.Tensor]:
+        """Return what came from the peers that this rank pairs with; empty from others."""
+        nothing = values.new_empty(0)
+        sent, came = [nothing] * len(self.peers), [nothing] * len(self.peers)
+        for at, (place, _) in enumerate(self.peers):
+            if place != self.roster.own and pairs_with(self._here, self._peer(at)):
+                sent[at] = values if sends(at) else nothing
+                came[at] = torch.empty_like(values) if receives(at) else nothing
+        group = self._connection() if len(self.peers) > 1 else None
+        if group is not None:
+            asked = [group.recv([e], at, _CONTROL) for at, e in enumerate(came) if e.numel()]
+            given = [group.send([e], at, _CONTROL) for at, e in enumerate(sent) if e.numel()]
+            SeveralWorks([*asked, *given]).wait()
+        return came
+
+
+def connected(
+    store: dist.Store, name: str, rank: int, size: int, timeout: float
+) -> dist.ProcessGroup:
+    """Return a process group over gloo of the ranks that meet in ``store`` under ``name``.
+
+    It is not registered with ``torch.distributed``: it lives as long as it is referred to.
+    """
+    place = dist.PrefixStore(name, store)
+    made: Any = dist.ProcessGroupGloo(place, rank, size, timedelta(seconds=timeout))
+    process_group: dist.ProcessGroup = made  # a backend, which has the same messages
+    return process_group

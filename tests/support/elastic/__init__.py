@@ -1,0 +1,1 @@
+"""Replica groups as processes, what strikes them, and the replay that they are compared with."""
