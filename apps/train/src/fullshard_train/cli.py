@@ -9,6 +9,7 @@ have saved.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shlex
 import signal
@@ -18,6 +19,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard_train.checkpoints.store import CheckpointStore
 from fullshard_train.commands.check import check, origins
@@ -48,6 +52,8 @@ from fullshard_train.reporting.metrics import (
 )
 from fullshard_train.reporting.progress import Progress
 from fullshard_train.reporting.report import Result, write_report
+from fullshard_train.settings.config import Config
+from fullshard_train.task import Task
 from fullshard_train.tasks import load_task
 from fullshard_train.training.determinism import be_deterministic, settings_put_back
 from fullshard_train.training.trainer import Outputs, Trainer
@@ -224,7 +230,7 @@ def _run(
         from fullshard_train.training.verifying import require_verified
 
         verdict = require_verified(task, config, world=world, mesh=mesh, device=device)
-    trainer = Trainer(config, world=world, mesh=mesh, device=device, task=task)
+    trainer = _trainer(plan, config, world, mesh, device, task)
     if planned is not None:
         watched = Watched(device)
         trainer.around_update.append(watched.step)
@@ -250,6 +256,32 @@ def _run(
     if number and world.is_main:
         print(_farewell(number, plan, trainer.step), flush=True)
     return exit_code(number) if number else 0
+
+
+def _trainer(  # the arguments of a trainer, and which
+    plan: Plan, config: Config, world: World, mesh: DeviceMesh, device: torch.device, task: Task
+) -> Trainer:
+    """The trainer of a run; of a replica group, if there are several."""
+    if plan.elastic is None:
+        return Trainer(config, world=world, mesh=mesh, device=device, task=task)
+    # Imported here: only this needs it.
+    from fullshard.elastic import ReplicaGroupError, ReplicaGroups
+    from fullshard_train.training.elastic import ElasticTrainer
+
+    logging.getLogger("fullshard.elastic").addHandler(_lines())
+    logging.getLogger("fullshard.elastic").setLevel(logging.INFO)
+    try:
+        groups = ReplicaGroups(plan.elastic)
+    except ReplicaGroupError as error:
+        raise TrainError(f"--elastic: {error}") from None
+    return ElasticTrainer(config, world=world, mesh=mesh, device=device, task=task, groups=groups)
+
+
+def _lines() -> logging.Handler:
+    """A handler that prints plain lines: who is in the quorum, and which steps were dropped."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    return handler
 
 
 def _farewell(number: int, plan: Plan, step: int) -> str:

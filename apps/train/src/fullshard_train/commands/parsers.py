@@ -128,6 +128,15 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         " again; longer than evaluations and checkpoints take (default: torch's, 30 minutes on"
         " CPUs, 10 on GPUs)",
     )
+    parser.add_argument(
+        "--elastic",
+        metavar="ADDRESS",
+        help="train as one replica group of a run whose groups may leave and join; the address is"
+        " that which fullshard-lighthouse printed; needs fullshard-train[elastic]",
+    )
+    parser.add_argument(
+        "--group", metavar="NAME", help="with --elastic: the name of this replica group"
+    )
     for option, setting in SHORT.items():
         parser.add_argument(
             f"--{option}",

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
+from fullshard.elastic import ElasticOptions
 from fullshard_train.checkpoints.checkpoint import Position, read_position, resolve
 from fullshard_train.checkpoints.store import CheckpointStore
 from fullshard_train.errors import TrainError
@@ -70,7 +72,8 @@ class Plan:
 
     `again` means that the folder may hold this very run, stopped before its first checkpoint;
     `verify` that the sharded model is to be compared with the unsharded one first; `foresee` that
-    its memory is to be planned first, and `budget` how many bytes it may be. `rate_rises` is a
+    its memory is to be planned first, and `budget` how many bytes it may be. `elastic` says with
+    which replica groups the run is, if with any. `rate_rises` is a
     warning about a resumed run's learning rate, or "". `check` means that settings are only
     checked; `origins` then contains the source of each setting.
     """
@@ -83,6 +86,7 @@ class Plan:
     verify: bool
     foresee: bool
     budget: int | None
+    elastic: ElasticOptions | None = None
     rate_rises: str = ""
     check: bool = False
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -120,11 +124,38 @@ def make_plan(options: argparse.Namespace) -> Plan:
         )
     else:
         plan = _plan_resume(options, overrides)
+    plan = replace(plan, elastic=_elastic(options))
     if plan.config.run.metrics == "tensorboard":
         require_tensorboard()
     if plan.config.run.logger:
         find_logger(plan.config.run.logger)
     return plan
+
+
+def _elastic(options: argparse.Namespace) -> ElasticOptions | None:
+    """The replica group that `--elastic` and `--group` mean, if they are given.
+
+    Raises:
+        TrainError: one of the two is missing or wrong, or torchft is not installed.
+    """
+    if options.elastic is None and options.group is None:
+        return None
+    if options.elastic is None or options.group is None:
+        raise TrainError(
+            f"--elastic {options.elastic}, --group {options.group}: give both, the address of the"
+            " lighthouse and the name of this replica group"
+        )
+    if find_spec("torchft") is None:
+        raise TrainError(
+            "--elastic: torchft is not installed; pip install 'fullshard-train[elastic]'"
+        )
+    patience = {} if options.timeout is None else {"timeout": options.timeout}
+    try:
+        return ElasticOptions(
+            lighthouse=options.elastic, group=options.group, average=False, **patience
+        )
+    except ValueError as error:
+        raise TrainError(f"--elastic, --group: {error}") from None
 
 
 def _budget(options: argparse.Namespace) -> int | None:

@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fullshard.elastic import ReplicaGroups
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import FSDPModule, ShardingPlacements, fully_shard
+from fullshard.sharding import FSDPModule, ShardingPlacements, WireForms, fully_shard
 from fullshard.wire import ErrorFeedback, Quantised, WirePolicy
 from fullshard_train.seeds import generator_for
 from fullshard_train.settings.config import Config
@@ -99,24 +100,38 @@ def wire_policy(config: ParallelConfig) -> WirePolicy:
 
 
 def build_sharded_model(
-    task: Task, config: Config, mesh: DeviceMesh, device: torch.device
+    task: Task,
+    config: Config,
+    mesh: DeviceMesh,
+    device: torch.device,
+    groups: ReplicaGroups | None = None,
 ) -> nn.Module:
     """The task's model with its initial weights, each layer sharded alone, the rest as the root."""
     with torch.device("meta"):
         model = task.build_model()
-    shard_model(model, task, config, mesh, device)
+    shard_model(model, task, config, mesh, device, groups)
     model.to_empty(device=device)
     task.fill(model, config.train.seed)
     return model
 
 
-def shard_model(
-    model: nn.Module, task: Layered, config: Config, mesh: DeviceMesh, device: torch.device
+def shard_model(  # the model, what it is for, where it is, and with whom
+    model: nn.Module,
+    task: Layered,
+    config: Config,
+    mesh: DeviceMesh,
+    device: torch.device,
+    groups: ReplicaGroups | None = None,
 ) -> FSDPModule:
-    """Shards each layer of `model` alone, and the rest as the root."""
+    """Shards each layer of `model` alone, and the rest as the root.
+
+    With `groups`, gradients are added over replica groups, too.
+    """
     adapters = config.run.task == "hf" and config.hf.method == "lora"
     policy = mixed_precision(config.parallel, device, as_stored=adapters)
-    wire = wire_policy(config.parallel)
+    wire: WireForms = wire_policy(config.parallel)
+    if groups is not None:
+        wire = groups.wire(wire)
     reshard = config.parallel.reshard_after_forward
     shard = partial(
         fully_shard,

@@ -24,12 +24,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from fullshard.elastic import ReplicaGroups
 from fullshard.sharding import FSDPModule
 from fullshard_train.checkpoints.checkpoint import Position, capture, load_checkpoint
 from fullshard_train.checkpoints.saving import Saver
 from fullshard_train.checkpoints.store import CheckpointStore
 from fullshard_train.errors import TrainError
-from fullshard_train.ranks.distributed import World, highest_over_ranks, on_main, sum_over_ranks
+from fullshard_train.ranks.distributed import (
+    Share,
+    World,
+    highest_over_ranks,
+    on_main,
+    sum_over_ranks,
+)
 from fullshard_train.ranks.stopping import StopRequest
 from fullshard_train.reporting.metrics import MetricsSink
 from fullshard_train.reporting.progress import Progress
@@ -41,7 +48,7 @@ from fullshard_train.training.optim import build_optimizer
 from fullshard_train.training.schedule import learning_rate
 from fullshard_train.training.sharded import announce, build_sharded_model, wire_policy
 
-__all__ = ["Outputs", "Trainer", "cross_entropy"]
+__all__ = ["Outputs", "Trainer", "Update", "cross_entropy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +61,7 @@ class Outputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Update:
+class Update:
     """The measurements of one update, on the device until they are logged."""
 
     step: int
@@ -74,13 +81,21 @@ class Trainer:
         mesh: what the model is sharded over.
         device: where this rank computes.
         task: what is learned.
+        groups: the replica groups of an elastic run; see `ElasticTrainer`.
 
     Attributes:
         feedback_nbytes: what error feedback takes on this rank; 0 without it.
     """
 
     def __init__(
-        self, config: Config, *, world: World, mesh: DeviceMesh, device: torch.device, task: Task
+        self,
+        config: Config,
+        *,
+        world: World,
+        mesh: DeviceMesh,
+        device: torch.device,
+        task: Task,
+        groups: ReplicaGroups | None = None,
     ) -> None:
         self.config = config
         self.world = world
@@ -89,7 +104,7 @@ class Trainer:
         self.step = 0
         self.around_update: list[Callable[[], AbstractContextManager[object]]] = []
         self.at_end: list[Callable[[], object]] = []
-        self.model = build_sharded_model(task, config, mesh, device)
+        self.model = build_sharded_model(task, config, mesh, device, groups)
         wire, shards = wire_policy(config.parallel), mesh.size(mesh.ndim - 1)
         self.feedback_nbytes = wire.feedback_nbytes(self.model, shards)
         self.optimizer = build_optimizer(self.model.parameters(), config.optim)
@@ -97,7 +112,7 @@ class Trainer:
             memory=Memory(device),
             utilisation=utilisation_of(task, self.model, config, world=world, device=device),
         )
-        self._pending: list[_Update] = []
+        self._pending: list[Update] = []
         self._started = self._last_flush = time.perf_counter()
 
     def resume(self, checkpoint: Path, position: Position) -> None:
@@ -227,20 +242,34 @@ class Trainer:
     def _rows_per_forward(self) -> int:
         return self.config.train.batch // (self.world.size * self.config.train.accumulate)
 
-    def _update(self) -> _Update:
+    @property
+    def share(self) -> Share:
+        """This rank's part of the batch."""
+        return self.world.share
+
+    def _seed_step(self) -> None:
+        # A task may draw in its forward (dropout); the stream is the step's and the rank's own.
+        torch.manual_seed(derive_seed(self.config.train.seed, "step", self.step, self.share.index))
+
+    def _set_rate(self) -> float:
+        """Set the learning rate of the step and return it."""
         config = self.config
         rate = learning_rate(config.optim, step=self.step, steps=config.train.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        # A task may draw in its forward (dropout); the stream is the step's and the rank's own.
-        torch.manual_seed(derive_seed(config.train.seed, "step", self.step, self.world.rank))
+        return rate
+
+    def _update(self) -> Update:
+        config = self.config
+        rate = self._set_rate()
+        self._seed_step()
         loss = self._accumulate_gradients()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.clip_norm)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return _Update(step=self.step, loss=loss, gradient_norm=norm, learning_rate=rate)
+        return Update(step=self.step, loss=loss, gradient_norm=norm, learning_rate=rate)
 
     def _accumulate_gradients(self) -> torch.Tensor:
         """This rank's part of the batch's mean loss, times the ranks; leaves the gradients, 0-d."""
@@ -251,7 +280,7 @@ class Trainer:
         # over ranks.
         counted = self.task.counted(self.step)
         for micro in range(train.accumulate):
-            rows = self.world.share.rows(train.batch, micro=micro, accumulate=train.accumulate)
+            rows = self.share.rows(train.batch, micro=micro, accumulate=train.accumulate)
             batch = self.task.training_rows(self.step, rows).to(self.device)
             announce(model, self.config, last=micro == train.accumulate - 1)
             logits = model(batch.inputs)
