@@ -36,8 +36,8 @@ PARALLEL = ("-q", "-n", str(WORKERS), "--dist", "loadfile")
 SHARED_CORES = {"OMP_WAIT_POLICY": "passive"}
 
 # What `versions` runs: every package, and the engine beside the torch that is installed.
-PACKAGES = ("comm", "wire", "sharding", "policies", "checkpoint", "optim", "preflight", "elastic")
-PACKAGES += ("wrappers",)
+PACKAGES = ["comm", "wire", "sharding", "policies", "checkpoint", "optim", "preflight", "elastic"]
+PACKAGES += ["wrappers"]
 CORE = [f"tests/{each}" for each in PACKAGES]
 CORE += ["tests/parity/test_against_torch.py", "tests/parity/test_training.py"]
 

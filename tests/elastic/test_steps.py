@@ -128,7 +128,7 @@ def test_the_first_sum_is_under_way_before_the_last_backward_begins() -> None:
 @distributed(3)
 def test_a_backward_that_raises_drops_the_step_on_all_groups() -> None:
     sizes = [1, 2]
-    with replica_groups(sizes) as (groups, mesh, own):
+    with replica_groups(sizes, timeout=3.0) as (groups, mesh, own):
         model = sharded(groups, mesh, seed=own)
         optimizer = make_optimizer(model)
         groups.carry(model, optimizer)

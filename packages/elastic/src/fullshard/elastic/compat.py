@@ -12,7 +12,7 @@ __all__ = ["coordination", "end_of"]
 
 
 def coordination() -> Any:
-    """Return torchft's module of servers and clients; torchft is imported here and nowhere else.
+    """Return torchft's module of servers and clients; only this function imports torchft.
 
     Raises:
         ModuleNotFoundError: if torchft is not installed, with what to install.

@@ -1,4 +1,4 @@
-"""The sums of a step over replica groups, in a thread beside backward.
+"""The sums of a step over replica groups, in a thread of their own.
 
 Owns the order of messages of one rank, how gradients are added, the vote, and the first error of a
 step: after it, nothing more is sent, and the connections are closed. The main class is

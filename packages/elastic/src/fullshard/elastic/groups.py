@@ -1,14 +1,14 @@
 """A replica group in a run whose groups leave and join: its steps, from quorum to commit.
 
-Owns the order of a step: quorum, connections, state that is sent or received, the forward and
-backward of the caller, the vote, the state that is loaded, the commit. The main class is
+Owns the order of a step: quorum, connections, transfer of state, the caller's forward and backward,
+the vote, loading of state, the commit. The main class is
 ``ReplicaGroups``. Parts of it are in ``exchanger`` (sums), ``recovery`` (state) and ``links``.
 
 [Note: a step] A step is committed by all ranks of a group or by none: torchft's manager collects
-their votes. A rank votes for a step if every message of its own went well, and every rank of other
-groups that it pairs with voted so, too. Therefore all groups drop a step together, except where a
-group is lost during the vote itself: then some may commit, and the others, which are a step behind,
-receive the state of those at the next step.
+their votes. A rank votes for a step if all its messages arrived, and if its partners in other
+groups vote for the step. Therefore all groups drop a step together. The exception is a group that
+is lost during the vote. Some groups may then commit the step, and send their state to the groups
+without it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class ElasticStep:
         contributors: the groups whose gradients are added, in the order of the sum.
         ranks: how many ranks each of them has.
         joining: the groups that receive the state of the run during the step.
-        index: the place of this group in ``contributors``; None if it joins. It then runs forward
-            and backward like the others, but contributes nothing.
+        index: the place of this group in ``contributors``; None if this group joins: its
+            forward and backward run, but contribute nothing.
         batch: the number of the batch for this group, if groups take batches in turn: no batch is
             left out or used twice, whichever groups come and go.
     """
@@ -125,7 +125,7 @@ class ReplicaGroups:
         Args:
             model: sharded with the policy of ``wire``.
             optimizer: of its parameters.
-            others: by name what has ``state_dict`` and ``load_state_dict``.
+            others: objects by name, with ``state_dict`` and ``load_state_dict``.
 
         Raises:
             ValueError: if a sharded module has another wire policy, or the model has none.

@@ -1,8 +1,8 @@
 """The lighthouse of a run: the one process that knows which replica groups are there.
 
-Owns the command ``fullshard-lighthouse`` and ``Lighthouse``, which starts one in this process. It
-holds no state that training needs: groups wait while it is away, and go on when it is back at the
-same address.
+Owns the command ``fullshard-lighthouse`` and ``Lighthouse``, which starts one in this process. The
+lighthouse holds no state of training: groups wait while it is away, and continue when it is back at
+its address.
 """
 
 from __future__ import annotations

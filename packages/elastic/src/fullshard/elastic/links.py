@@ -1,8 +1,8 @@
 """The connections of one rank to ranks of other groups, for one quorum.
 
-Owns how groups meet in the quorum's store, the process groups between them, and what travels: the
-pieces of a reduction, votes, numbers of one group. All of it is host memory. An error closes the
-connections, so that the other ranks notice at once. Refuses: deciding what an error means.
+Owns the meeting of groups in the quorum's store, the process groups between them, and the messages,
+in host memory: pieces of a reduction, votes, numbers of a group. An error closes the connections,
+so that the other ranks notice at once. Refuses: deciding what an error means.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def meet(quorum: Quorum, own: Member, rank: int, timeout: float) -> tuple[Roster
 
     Args:
         quorum: what the coordinator gave.
-        own: what this group tells the others.
+        own: the description of this group.
         rank: of this process in its group; rank 0 tells.
         timeout: seconds to wait for the others.
     """
@@ -62,7 +62,7 @@ class Links:
         timeout: seconds that a message may take.
 
     Attributes:
-        peers: the ranks that are connected, as (place of the group, rank in it), this one included.
+        peers: the connected ranks, as (place of the group, rank in the group), with this rank.
     """
 
     def __init__(self, roster: Roster, store: dist.Store, rank: int, timeout: float) -> None:
@@ -156,7 +156,7 @@ class Links:
         return {peer: each for peer, each in zip(self.peers, came, strict=True) if each.numel()}
 
     def from_contributors(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return, per contributing group, the ``values`` of one of its ranks, in their order.
+        """Return the ``values`` of one rank per contributing group, in the order of groups.
 
         The values must be equal on all ranks of a group.
         """
@@ -202,7 +202,7 @@ def connected(
 ) -> dist.ProcessGroup:
     """Return a process group over gloo of the ranks that meet in ``store`` under ``name``.
 
-    It is not registered with ``torch.distributed``: it lives as long as it is referred to.
+    The group is not registered with ``torch.distributed``: it lives as long as a reference to it.
     """
     place = dist.PrefixStore(name, store)
     made: Any = dist.ProcessGroupGloo(place, rank, size, timedelta(seconds=timeout))

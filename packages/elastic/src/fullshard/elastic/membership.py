@@ -1,14 +1,14 @@
-"""Who takes part in a step: the answer of a coordinator, and what groups know of each other.
+"""The groups that take part in a step: the answer of a coordinator, and facts about each group.
 
 Owns the contract of a coordinator and the rule by which groups contribute or receive state.
 ``TorchftCoordinator`` is the coordinator of real runs. Refuses: moving anything.
 
-[Note: lineage] A step number does not identify a state: a group may commit a step that the others
-drop, stop for a while, and come back when the others have repeated that step without it. Therefore
-each state has a lineage, a hash of the lineage before, the quorum, the step and the contributing
-groups. Only groups of equal step and lineage contribute; all others receive the state of one of
-them. A model that was initialised or loaded by itself has a lineage of its own, so at the first
-step all groups receive the state of one.
+[Note: lineage] A step number does not identify a state. Suppose a group commits a step and stops,
+and the other groups drop and repeat the step. When the group returns, its step number may be equal
+to theirs. Therefore each state has a lineage, a hash of the previous lineage, the quorum, the step
+and the contributing groups. Only groups of equal step and lineage contribute. The remaining groups
+receive the state of a contributing group. A model that was initialised has a random lineage. All
+groups therefore receive the state of one group at the first step.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Coordinator(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """What a group tells the others when a quorum is new.
+    """The description of a group, exchanged when a quorum is new.
 
     Attributes:
         name: the group's.
@@ -106,7 +106,7 @@ class Roster:
     def contributors(self) -> tuple[int, ...]:
         """The places of the groups that contribute gradients; their states are equal.
 
-        Those that committed most steps; of several lineages the one of most groups.
+        Groups that committed most steps contribute, if their lineage is the most frequent one.
         """
         most = max(member.step for member in self.members)
         ahead = [member.lineage for member in self.members if member.step == most]

@@ -1,4 +1,4 @@
-"""What a replica group is told about the run that it is a part of.
+"""The settings of a replica group in a run.
 
 Owns ``ElasticOptions`` and the checks of its values. Everything else in this package takes it as it
 is.
@@ -38,7 +38,7 @@ class ElasticOptions:
         host: the address of this host that other groups reach.
 
     Raises:
-        ValueError: if a value is not allowed; the message says what is.
+        ValueError: if a value is not allowed; the message names allowed values.
     """
 
     lighthouse: str

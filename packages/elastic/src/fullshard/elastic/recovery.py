@@ -2,8 +2,8 @@
 
 Owns the messages between a rank that sends and one that receives: the sender's structure and boxes,
 the receiver's requests, then the parts. A receiver takes each part of a tensor once, from ranks of
-one group, which may be cut over another number of ranks. Everything runs in a thread beside the
-step. Refuses: knowing what a tensor is for.
+one group, which may be cut over another number of ranks. The transfer runs in a thread of its
+own. Refuses: knowing what a tensor is for.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Recovery:
         Args:
             roster: the groups.
             store: in which they meet.
-            state: the export, which nothing else changes.
+            state: the export; it must stay unchanged.
         """
 
         def work() -> None:
@@ -90,7 +90,7 @@ class Recovery:
 
 
 class _Link:
-    """Messages between the ranks of a source and of the groups that it serves.
+    """Messages between the ranks of a source and the ranks of its receivers.
 
     The ranks of the source come first, then those of each group in the order of groups.
     """

@@ -1,9 +1,8 @@
-"""Reductions that go on between replica groups: beside backward, and dropped as a whole.
+"""Reductions that continue between replica groups, during backward.
 
 Owns the wire policy that adds this to the reductions of a sharded model, and the handle of a
-reduction. A handle gives its slice to ``Exchange`` when the group's own reduction is over, as the
-all-reduce of a hybrid mesh does, and never raises what went wrong between groups: the step is then
-not committed. The main class is ``ReplicaWire``.
+reduction. A handle gives its slice to ``Exchange`` when the group's own reduction is over. An error
+between groups raises nothing here: the step is not committed. The main class is ``ReplicaWire``.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Exchange(Protocol):
 class ReplicaWire:
     """A wire policy whose reductions go on between replica groups; ``ReplicaGroups.wire`` makes it.
 
-    Inside a group everything travels as ``inner`` says.
+    ``inner`` chooses the forms inside a group.
     """
 
     def __init__(self, inner: WireForms, exchange: Exchange) -> None:
@@ -85,7 +84,7 @@ class ReplicaWire:
 
 
 class _ReplicaPlan(ReducePlan):
-    """The plan of a group's reduction, each of which goes on between groups."""
+    """The plan of a group's reductions, which continue between groups."""
 
     def __init__(self, inner: ReducePlan, exchange: Exchange) -> None:
         super().__init__(inner.layout, inner.config)
@@ -105,7 +104,7 @@ class _ReplicaInFlight(ReduceInFlight):
         self._inner = inner
         self._exchange = exchange
         self._sum: Future[torch.Tensor | None] | None = None
-        self.work = SeveralWorks((), self._complete)  # so that nothing else follows before
+        self.work = SeveralWorks((), self._complete)  # a later all-reduce has to wait for it
         if inner.work is None:
             self._submit()
 

@@ -1,4 +1,4 @@
-"""What a group that joins receives, taken from shards, and how it is put in place.
+"""The state that a joining group receives: its export from shards, and its loading.
 
 Owns the export (a copy of this rank's shards, in host memory, that unshards nothing), a plan of
 which parts a rank needs, and the load. A value that is cut like a parameter is a ``DTensor`` and is
@@ -89,8 +89,8 @@ class ReplicaState:
     def export(self) -> tuple[Any, Tensors]:
         """Return the structure of the state and a copy of this rank's tensors.
 
-        Nothing is sent, and no parameter is unsharded or resharded: a forward or backward may be
-        under way.
+        The call sends nothing, and neither unshards nor reshards a parameter, so a forward or
+        backward may be under way.
         """
         self.look()
         given = {

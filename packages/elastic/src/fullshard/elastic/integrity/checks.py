@@ -1,0 +1,294 @@
+"""Checks of a training run for damaged numbers, every n-th step.
+
+Owns when what is checked: collectives (from ``begin`` to ``before_update``), shards and optimizer
+state between steps, replicas, a gradient that is computed twice, losses and norms out of range.
+The main classes are ``IntegrityPolicy`` and ``IntegrityChecks``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard.comm.spi import rank_major
+from fullshard.elastic.integrity.checksums import checksums
+from fullshard.elastic.integrity.collectives import CheckedAllGather, CheckedReduceScatter, Parts
+from fullshard.elastic.integrity.findings import Finding, Findings
+from fullshard.sharding import FSDPModule, FSDPParamGroup, HSDPMeshInfo
+from fullshard.sharding.spi import groups_of, local_shard
+
+__all__ = ["IntegrityChecks", "IntegrityPolicy"]
+
+_REMEMBERED = 50  # losses and norms
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntegrityPolicy:
+    """The kinds of checks, and how often they run.
+
+    Attributes:
+        every: every n-th step is checked; 1: each.
+        collectives: compare what each rank sent with what each rank received.
+        at_rest: compare shards and optimizer state from the end of a step to the next one.
+        replicas: compare shards and optimizer state with those of other replicas (HSDP).
+        largest_growth: a loss or norm that is this many times the median of the last 50, or not
+            finite, stops the run before the optimizer steps; in each step. ``inf``: only one that
+            is not finite.
+
+    Raises:
+        ValueError: if ``every`` is less than 1, or ``largest_growth`` not more than 1.
+    """
+
+    every: int = 100
+    collectives: bool = True
+    at_rest: bool = True
+    replicas: bool = True
+    largest_growth: float = math.inf
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.every < 1:
+            raise ValueError(f"every is {self.every!r}; pass 1 or more steps")
+        if not self.largest_growth > 1:
+            raise ValueError(
+                f"largest_growth is {self.largest_growth!r}; pass a factor above 1, or math.inf"
+            )
+
+
+class IntegrityChecks:
+    """Checks one model and its optimizer; its methods are called on all ranks alike.
+
+    The order of a step: ``begin()``, forward and backward, ``before_update(...)``, the optimizer's
+    step, ``end()``. A step that is due replaces the collectives of the model by synchronous ones
+    with checks, and adds gradients in rank order.
+
+    Args:
+        model: sharded, with gradients that travel in the reduce dtype.
+        optimizer: of its parameters.
+        policy: what is checked.
+        process_group: the ranks that raise together; None: all.
+
+    Raises:
+        ValueError: if the model has no sharded module.
+
+    Attributes:
+        comparisons: how many comparisons were made on this rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        policy: IntegrityPolicy,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._policy = policy
+        self._findings = Findings(process_group)
+        self._sharded = [each for each in model.modules() if isinstance(each, FSDPModule)]
+        if not self._sharded:
+            raise ValueError(
+                f"got a {type(model).__name__} without sharded modules; call fully_shard() first"
+            )
+        self._step = 0
+        self._resting: torch.Tensor | None = None
+        self._seen: dict[str, deque[float]] = {}
+        # Made once: subclasses of a test may damage what they move.
+        self.all_gather: type[CheckedAllGather] = CheckedAllGather
+        self.reduce_scatter: type[CheckedReduceScatter] = CheckedReduceScatter
+
+    @property
+    def comparisons(self) -> int:
+        """How many comparisons were made on this rank."""
+        return self._findings.comparisons
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the present step is checked."""
+        return self._is_due(self._step)
+
+    def _is_due(self, step: int) -> bool:
+        return step % self._policy.every == 0
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a step: compare what rested, and replace collectives if the step is due."""
+        self._step += 1
+        resting, self._resting = self._resting, None
+        if resting is not None:
+            self._compare_resting(resting)
+        if self._policy.collectives and self.is_due:
+            for group in self._groups():
+                self._replace(group)
+
+    def before_update(
+        self, *, loss: torch.Tensor | float | None = None, norm: torch.Tensor | float | None = None
+    ) -> None:
+        """End the checks of forward and backward; call it before the optimizer steps.
+
+        Args:
+            loss: of this step; compared with earlier ones.
+            norm: of the gradients; compared with earlier ones.
+
+        Raises:
+            DamagedNumbersError: on all ranks, if any rank found something in this step.
+        """
+        due = self.is_due
+        self._findings.reduced = []
+        if self._policy.collectives and due:
+            for group in self._groups():
+                group.gathering.set_comm(
+                    group.policies.wire.all_gather(group.mesh_info.shard_process_group)
+                )
+                group.gradients.change(comm=None)
+        for name, value in (("loss", loss), ("norm", norm)):
+            if value is not None:
+                self._compare_range(name, float(value))
+        if due or loss is not None or norm is not None:
+            self._findings.raise_together(self._step)
+
+    def end(self) -> None:
+        """End the step, after the optimizer's: compare replicas, and note what rests if due.
+
+        Raises:
+            DamagedNumbersError: on all ranks, if replicas differ.
+        """
+        if self._policy.replicas and self.is_due and self._replicated():
+            self._compare_replicas()
+            self._findings.raise_together(self._step)
+        if self._policy.at_rest and self._is_due(self._step + 1):
+            self._resting = checksums([tensor for _, _, tensor in self._at_rest()])
+
+    def twice(self, compute: Callable[[], object]) -> None:
+        """Run ``compute``, which makes gradients, twice; compare what this rank computed.
+
+        The gradients are compared to the bit before they are reduced, so the rank that computed
+        other bits is named. Random numbers of the second run are those of the first. The gradients
+        of the second run stay. In a step that ``is_due``, between ``begin`` and ``before_update``,
+        which raises what is found.
+
+        Args:
+            compute: a forward and backward of the same inputs, such as
+                ``lambda: model(batch).mean().backward()``. Gradients are dropped before it.
+
+        Raises:
+            RuntimeError: if the step is not due.
+        """
+        if not (self.is_due and self._policy.collectives):
+            raise RuntimeError(
+                f"twice() was called in step {self._step}, whose collectives are not checked; call "
+                "it where is_due is true, with IntegrityPolicy(collectives=True)"
+            )
+        devices = sorted({p.device.index or 0 for p in self._model.parameters() if p.is_cuda})
+        with torch.random.fork_rng(devices=devices):
+            first = self._reduced_by(compute)
+        second = self._reduced_by(compute)
+        if [name for name, _ in first] != [name for name, _ in second]:
+            self._found("gradient", "the model", "a second computation reduced other tensors")
+            return
+        for (name, one), (_, other) in zip(first, second, strict=True):
+            self._findings.comparisons += 1
+            if not torch.equal(one, other):
+                self._found("gradient", name, "a second computation gave other bits")
+
+    def _reduced_by(self, compute: Callable[[], object]) -> list[tuple[str, torch.Tensor]]:
+        self._optimizer.zero_grad()
+        self._findings.reduced = []
+        compute()
+        return self._findings.reduced
+
+    # -- parts of it -------------------------------------------------------------------------------
+
+    def _groups(self) -> list[FSDPParamGroup]:
+        return [group for module in self._sharded for group in groups_of(module)]
+
+    def _replace(self, group: FSDPParamGroup) -> None:
+        """Let checked collectives move what a group gathers and reduces."""
+        ranks = group.mesh_info.shard_world_size
+        names = [param.name for param in group.params]
+        gathered = [rank_major(tuple([param.sent for param in group.params]), ranks)]
+        reduced = rank_major(tuple([p.grad_spec for p in group.params]), ranks, len(names))
+        name = group.name or "the root"
+        gathers = [Parts(names, layout) for layout in gathered]
+        reduces = [Parts(names, reduced)]
+        group.gathering.set_comm(self.all_gather(name, gathers, self._findings))
+        group.gradients.change(comm=self.reduce_scatter(name, reduces, self._findings))
+
+    def _at_rest(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield the stage, the parameter and this rank's part of all that a step changes."""
+        for name, param in self._model.named_parameters():
+            yield "shard", name, _own(param)
+            for value in self._optimizer.state.get(param, {}).values():
+                if isinstance(value, torch.Tensor):
+                    yield "optimizer state", name, _own(value)
+
+    def _compare_resting(self, before: torch.Tensor) -> None:
+        resting = list(self._at_rest())
+        now = checksums([tensor for _, _, tensor in resting])
+        self._findings.comparisons += len(resting)
+        for index in (before != now).any(1).nonzero().flatten().tolist():
+            stage, name, _ = resting[index]
+            self._found(stage, name, "it changed after the optimizer stepped")
+
+    def _replicated(self) -> list[FSDPParamGroup]:
+        return [each for each in self._groups() if isinstance(each.mesh_info, HSDPMeshInfo)]
+
+    def _compare_replicas(self) -> None:
+        """Compare with the other replicas; the ranks of the rarest bits are named."""
+        group = self._replicated()[0]
+        assert isinstance(group.mesh_info, HSDPMeshInfo), "it was chosen so"
+        replicas = group.mesh_info.replicate_process_group
+        resting = list(self._at_rest())
+        own = checksums([tensor for _, _, tensor in resting])
+        everyone = [torch.empty_like(own) for _ in range(replicas.size())]
+        dist.all_gather(everyone, own, group=replicas)
+        self._findings.comparisons += len(resting)
+        for index, (stage, name, _) in enumerate(resting):
+            found = [tuple(each[index].tolist()) for each in everyone]
+            if len(set(found)) == 1:
+                continue
+            rarest = min(map(found.count, found))
+            ranks = [r for r, each in enumerate(found) if found.count(each) == rarest]
+            self._findings.add(
+                Finding(
+                    stage="replicas",
+                    ranks=tuple([dist.get_global_rank(replicas, rank) for rank in ranks]),
+                    tensor=name,
+                    what=f"the {stage} differs from other replicas",
+                )
+            )
+
+    def _compare_range(self, name: str, value: float) -> None:
+        seen = self._seen.setdefault(name, deque(maxlen=_REMEMBERED))
+        self._findings.comparisons += 1
+        if not math.isfinite(value):
+            self._found("range", f"the {name}", f"it is {value}")
+        elif len(seen) >= 5 and abs(value) > self._policy.largest_growth * abs(median(seen)):
+            self._found(
+                "range",
+                f"the {name}",
+                f"it is {value}, more than {self._policy.largest_growth} times the median "
+                f"{median(seen)} of the last {len(seen)} steps",
+            )
+        else:
+            seen.append(value)
+
+    def _found(self, stage: str, tensor: str, what: str) -> None:
+        finding = Finding(stage=stage, ranks=(dist.get_rank(),), tensor=tensor, what=what)
+        self._findings.add(finding)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``tensor``."""
+    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,0 +1,187 @@
+"""Collectives that compare what arrived with what was sent, by checksums.
+
+Owns an all-gather and a reduce-scatter for ``set_custom_all_gather`` and
+``set_custom_reduce_scatter``. The calls are synchronous. The reduce-scatter sends each rank its
+parts, adds them in rank order, and repeats the addition. Findings are recorded. The step continues
+with the values as they arrived, and ends before the optimizer changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import (
+    AllGather,
+    CachingAllocator,
+    Layout,
+    ProcessGroupTransport,
+    ReduceOp,
+    ReduceScatter,
+)
+from fullshard.comm.spi import all_to_all, op_name
+from fullshard.elastic.integrity.checksums import checksums
+from fullshard.elastic.integrity.findings import Finding, Findings
+
+__all__ = ["CheckedAllGather", "CheckedReduceScatter", "Parts"]
+
+
+class Parts:
+    """The parts of a rank's slice of a buffer, one per tensor, and what is left.
+
+    Args:
+        names: of the tensors.
+        layout: of the buffer.
+    """
+
+    def __init__(self, names: Sequence[str], layout: Layout) -> None:
+        self.numel = layout.buffer.slice_numel
+        itemsize = layout.buffer.dtype.itemsize
+        pairs = zip(layout.extents, names, strict=True)
+        placed = sorted((extent.offset // itemsize, name) for extent, name in pairs)
+        self.names = [name for _, name in placed]
+        self._starts = [start for start, _ in placed]
+        if layout.mask_numel:
+            self.names.append("the used-parameter mask")
+            self._starts.append(layout.mask_offset // itemsize)
+
+    def of(self, piece: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts of one slice, ``[numel]``."""
+        ends = [*self._starts[1:], piece.numel()]
+        return [piece[a:b] for a, b in zip(self._starts, ends, strict=True)]
+
+
+def _parts_for(known: Sequence[Parts], numel: int) -> Parts | None:
+    return next((each for each in known if each.numel == numel), None)
+
+
+class _Checked:
+    """The part that both collectives share: checksums of slices, compared over ranks."""
+
+    def __init__(self, name: str, known: Sequence[Parts], findings: Findings) -> None:
+        self._name = name
+        self._known = known
+        self._findings = findings
+        self._allocator = CachingAllocator()
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return a tensor from torch's caching allocator."""
+        return self._allocator.empty(size, dtype=dtype, device=device)
+
+    def _sums(self, piece: torch.Tensor) -> torch.Tensor:
+        known = _parts_for(self._known, piece.numel())
+        return checksums([piece] if known is None else known.of(piece))
+
+    def _compare(
+        self, stage: str, sent: torch.Tensor, piece: torch.Tensor, sender: int, receiver: int
+    ) -> None:
+        """Compare checksums ``sent`` by a rank with those of the ``piece`` that arrived."""
+        self._findings.comparisons += 1
+        different = (self._sums(piece) != sent).any(1).nonzero().flatten().tolist()
+        known = _parts_for(self._known, piece.numel())
+        for index in different:
+            tensor = self._name if known is None else known.names[index]
+            self._findings.add(
+                Finding(
+                    stage=stage,
+                    ranks=tuple(dict.fromkeys((sender, receiver))),
+                    tensor=tensor,
+                    what=f"what rank {receiver} has is not what rank {sender} sent",
+                )
+            )
+
+
+def _exchanged(sums: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Return the checksums of every rank; a small tensor on the CPU."""
+    everyone = [torch.empty_like(sums) for _ in range(group.size())]
+    if group.size() == 1:
+        return [sums]
+    dist.all_gather(everyone, sums, group=group)
+    return everyone
+
+
+class CheckedAllGather(_Checked, AllGather):
+    """An all-gather whose result is compared with what each rank sent."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """Gather, and compare; done on return."""
+        own = input_tensor.clone()
+        sent = _exchanged(self._sums(own), group)
+        self._gather(output_tensor, own, group)
+        receiver = dist.get_rank()
+        pieces = output_tensor.view(group.size(), -1)
+        for at, piece in enumerate(pieces):
+            self._compare("gather", sent[at], piece, dist.get_global_rank(group, at), receiver)
+
+    def _gather(self, output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+        ProcessGroupTransport().all_gather(output, own, group, False)
+
+
+class CheckedReduceScatter(_Checked, ReduceScatter):
+    """A reduce-scatter whose parts are compared with what each rank sent, and added twice."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce, and compare; done on return.
+
+        Raises:
+            ValueError: if ``op`` is neither a sum nor an average.
+        """
+        if op_name(op) not in ("sum", "avg"):
+            raise ValueError(f"got the reduction {op_name(op)}; checks know sums and averages")
+        ranks, own = group.size(), group.rank()
+        sums = torch.stack([self._sums(piece) for piece in input_tensor.view(ranks, -1)])
+        self._note(sums)
+        sent = [each[own] for each in _exchanged(sums, group)]
+        arrived = torch.empty_like(input_tensor)
+        self._exchange(arrived, input_tensor, group)
+        pieces = list(arrived.view(ranks, -1))
+        receiver = dist.get_rank()
+        for at, piece in enumerate(pieces):
+            sender = dist.get_global_rank(group, at)
+            self._compare("reduction", sent[at], piece, sender, receiver)
+        averages = op_name(op) == "avg"
+        self._add(pieces, output_tensor, averages)
+        again = torch.empty_like(output_tensor)
+        _added(pieces, again, averages)
+        self._compare("sum", self._sums(again), output_tensor, receiver, receiver)
+
+    def _note(self, sums: torch.Tensor) -> None:
+        """Note the checksums of this rank's gradients, ``[ranks, tensors, 2]``."""
+        known = next((each for each in self._known if len(each.names) == sums.size(1)), None)
+        names = [self._name] * sums.size(1) if known is None else known.names
+        self._findings.reduced += zip(names, sums.unbind(1), strict=True)
+
+    def _exchange(
+        self, arrived: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup
+    ) -> None:
+        all_to_all(arrived, sent, group, False)
+
+    def _add(self, pieces: Sequence[torch.Tensor], output: torch.Tensor, averages: bool) -> None:
+        _added(pieces, output, averages)
+
+
+@torch.no_grad()
+def _added(pieces: Sequence[torch.Tensor], output: torch.Tensor, averages: bool) -> None:
+    """Fill ``output`` with the sum of ``pieces`` in their order, or the average."""
+    output.copy_(pieces[0])
+    for piece in pieces[1:]:
+        output.add_(piece)
+    if averages:
+        output.div_(len(pieces))

@@ -1,0 +1,172 @@
+"""Damaged numbers are found where they are damaged, and nothing else is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from elastic.campaign import campaign
+from fullshard.elastic import DamagedNumbersError, IntegrityChecks, IntegrityPolicy
+from fullshard.elastic.integrity.checksums import checksum, checksums
+from fullshard.sharding import fully_shard
+from fullshard.sharding.spi import local_shard
+from support.elastic.faults import STAGES, run_campaign
+from support.ranks import cpu_mesh, distributed
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64]
+
+
+def defined(tensor: torch.Tensor) -> list[int]:
+    """The checksum by Python's own integers, as int64 shows it."""
+    octets = tensor.numpy().tobytes() if tensor.dtype is not torch.bfloat16 else b""
+    size = {torch.complex64: 4}.get(tensor.dtype, tensor.element_size())
+    if tensor.dtype is torch.bfloat16:
+        octets = tensor.view(torch.int16).numpy().tobytes()
+    words = [
+        int.from_bytes(octets[i : i + size], "little", signed=size > 1)
+        for i in range(0, len(octets), size)
+    ]
+    sums = sum(words), sum((place + 1) * word for place, word in enumerate(words))
+    return [(total + 2**63) % 2**64 - 2**63 for total in sums]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [0, 1, 7, (1 << 16) + 3])
+def test_a_checksum_is_two_sums_of_the_elements_as_integers(dtype: torch.dtype, numel: int) -> None:
+    tensor = (torch.randn(numel) * 100).to(dtype)
+    assert checksum(tensor).tolist() == defined(tensor)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    values=st.lists(st.floats(width=32), min_size=2, max_size=40),
+    data=st.data(),
+)
+def test_a_flipped_bit_and_two_swapped_elements_change_it(values: list[float], data: Any) -> None:
+    tensor = torch.tensor(values)
+    before = checksum(tensor)
+    words = tensor.view(torch.int32)
+    one, other = data.draw(
+        st.lists(st.integers(0, len(values) - 1), min_size=2, max_size=2, unique=True)
+    )
+    if words[one] != words[other]:
+        swapped = tensor.clone()
+        swapped[one], swapped[other] = tensor[other].clone(), tensor[one].clone()
+        assert not torch.equal(before, checksum(swapped))
+    bit = data.draw(st.integers(0, 31))
+    words[one] ^= -(2**31) if bit == 31 else 1 << bit
+    assert not torch.equal(before, checksum(tensor))
+
+
+@distributed(2)
+def test_a_fault_at_each_stage_is_found_with_its_rank_and_tensor() -> None:
+    outcome = run_campaign(cpu_mesh(), faults=4 * len(STAGES), clean=300, seed=1)
+    assert outcome.missed == []
+    assert outcome.found == outcome.struck and set(outcome.struck) == set(STAGES)
+    assert outcome.false_alarms == 0 and outcome.comparisons >= 300
+
+
+def _model(mesh: Any = None) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+@distributed(2)
+def test_checked_steps_train_what_unchecked_ones_train() -> None:
+    trained = []
+    for every in (1, 2, 1000):
+        model, optimizer = _model(cpu_mesh())
+        checks = IntegrityChecks(model, optimizer, IntegrityPolicy(every=every))
+        for step in range(4):
+            checks.begin()
+            assert checks.is_due == ((step + 1) % every == 0)
+            loss = model(torch.full((3, 4), float(step + dist.get_rank()))).square().mean()
+            loss.backward()
+            checks.before_update()
+            optimizer.step()
+            optimizer.zero_grad()
+            checks.end()
+        assert (checks.comparisons > 0) == (every < 1000)
+        trained.append([local_shard(param).clone() for param in model.parameters()])
+    for other in trained[1:]:  # two ranks: the sum of two numbers has one order
+        assert all(torch.equal(a, b) for a, b in zip(trained[0], other, strict=True))
+
+
+@distributed(4)
+def test_a_replica_that_differs_is_named() -> None:
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = _model(mesh)
+    checks = IntegrityChecks(model, optimizer, IntegrityPolicy(every=1, at_rest=False))
+    checks.begin()
+    model(torch.ones(3, 4)).sum().backward()
+    checks.before_update()
+    optimizer.step()
+    checks.end()
+    checks.begin()
+    with torch.no_grad():
+        if dist.get_rank() == 2:
+            local_shard(list(model.parameters())[1])[1] += 1e-6
+    checks.before_update()
+    with pytest.raises(DamagedNumbersError) as raised:
+        checks.end()
+    (finding,) = raised.value.findings
+    assert (finding.stage, finding.ranks, finding.tensor) == ("replicas", (2,), "0.bias")
+
+
+@pytest.mark.parametrize(("value", "found"), [(2.0, False), (31.0, True), (math.nan, True)])
+@distributed(2)
+def test_a_loss_out_of_range_on_one_rank_stops_all_before_the_optimizer(
+    value: float, found: bool
+) -> None:
+    model, optimizer = _model(cpu_mesh())
+    policy = IntegrityPolicy(every=1000, largest_growth=10.0)
+    checks = IntegrityChecks(model, optimizer, policy)
+    for step in range(8):
+        checks.begin()
+        checks.before_update(loss=3.0 + step / 100, norm=1.0)
+    checks.begin()
+    mine = value if dist.get_rank() == 1 else 3.0
+    if not found:
+        checks.before_update(loss=mine, norm=1.0)
+        return
+    with pytest.raises(DamagedNumbersError, match="range of the loss, rank 1"):
+        checks.before_update(loss=mine, norm=1.0)
+
+
+@distributed(2)
+def test_wrong_uses_say_what_to_do() -> None:
+    with pytest.raises(ValueError, match="without sharded modules"):
+        plain = nn.Linear(2, 2)
+        IntegrityChecks(plain, torch.optim.SGD(plain.parameters()), IntegrityPolicy())
+    for wrong in ({"every": 0}, {"largest_growth": 1.0}):
+        with pytest.raises(ValueError, match="pass"):
+            IntegrityPolicy(**wrong)
+    model, optimizer = _model(cpu_mesh())
+    checks = IntegrityChecks(model, optimizer, IntegrityPolicy(every=2))
+    checks.begin()
+    with pytest.raises(RuntimeError, match="where is_due is true"):
+        checks.twice(lambda: None)
+
+
+def test_no_tensors_have_no_checksums() -> None:
+    assert checksums([]).shape == (0, 2)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(1800)
+def test_of_a_thousand_faults_at_least_99_percent_are_found_and_no_clean_step_is_blamed() -> None:
+    found = campaign(faults=1100, clean=10_000, rounds=1)
+    assert found["faults"] >= 1000
+    assert found["found"] >= 0.99 * found["faults"], found["missed"]
+    assert found["comparisons"] >= 10_000 and found["false_alarms"] == 0
