@@ -1,12 +1,15 @@
-"""``python -m fullshard.preflight verify``: what it prints, and with which code it ends."""
+"""``plan``, ``verify`` and ``races`` on the command line: what they print, how they end."""
 
 from __future__ import annotations
 
 import importlib
 import io
+import json
+import re
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -55,11 +58,113 @@ def test_it_prints_on_rank_0_and_ends_with_0_if_equal_and_1_if_not(tmp_path: Pat
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("program", r"'program' is no module:function"),
+        ("program:", r"'program:' is no module:function"),
+        ("no_program", r"cannot be imported: No module named 'no_program'"),
         ("no_such_module:function", r"cannot be imported: No module named"),
         ("math:no_such", r"cannot be imported: module 'math' has no attribute"),
     ],
 )
-def test_a_wrong_function_is_said_in_one_line(word: str, says: str) -> None:
-    with pytest.raises(SystemExit, match=says):
-        COMMAND.main(["verify", word])
+def test_a_wrong_function_is_said_in_one_line(
+    word: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert COMMAND.main(["verify", word]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert len(said.splitlines()) == 1
+    assert re.search(says, said)
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+from fullshard.sharding import fully_shard
+
+def build_model():
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+def shard(model, mesh=None):
+    for each in model:
+        fully_shard(each, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+def batch(step):
+    return torch.full((4, 8), step + 1.0)
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A user's script, whose functions are found by their names."""
+    (tmp_path / "own_script.py").write_text(SCRIPT)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return str(tmp_path / "own_script.py")
+
+
+def test_a_script_is_planned_on_several_meshes_against_a_budget(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", script, "--mesh", "2", "2x64", "--json"]
+    assert COMMAND.main(words) == 0
+    plans = json.loads(capsys.readouterr().out)
+    assert [each["mesh"] for each in plans] == [[2], [2, 64]]
+    assert [each["fits"] for each in plans] == [None, None]
+    assert all(sum(each["categories"].values()) == each["peak"] for each in plans)
+    largest, smallest = sorted(plans, key=lambda each: -each["peak"])
+    assert largest["peak"] > smallest["peak"]
+    budget = str(smallest["peak"])
+    assert COMMAND.main([*words, "--budget", budget]) == 0
+    fits = [each["fits"] for each in json.loads(capsys.readouterr().out)]
+    assert fits == [each is smallest for each in plans]
+    mesh = "x".join(map(str, largest["mesh"]))
+    assert COMMAND.main(["plan", script, "--mesh", mesh, "--budget", budget]) == 1
+    assert capsys.readouterr().out.rstrip().endswith(f"does not fit {budget} bytes")
+
+
+def test_a_script_is_watched_for_races(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert COMMAND.main(["races", script, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"]
+    assert report["races"] == []
+    assert report["collectives"] > 0
+    Path(script).write_text(SCRIPT.replace("fully_shard(each, mesh=mesh)", "pass").replace(
+        "return fully_shard(model, mesh=mesh)", "pass"
+    ))  # fmt: skip
+    assert COMMAND.main(["races", script]) == 1
+    assert "the engine launched no collective" in capsys.readouterr().out
+
+
+@distributed(2)
+def test_a_script_is_verified_and_the_verdict_is_a_value(tmp_path: Path) -> None:
+    folder = tmp_path / str(dist.get_rank())
+    folder.mkdir()
+    (folder / "own_script.py").write_text(SCRIPT)
+    printed = io.StringIO()
+    with redirect_stdout(printed), patch.object(sys, "path", [*sys.path]):
+        code = COMMAND.main(["verify", str(folder / "own_script.py"), "--steps", "1", "--json"])
+    assert code == 0
+    if dist.get_rank() == 0:
+        verdict = json.loads(printed.getvalue())
+        assert verdict["equal"] and verdict["steps"] == 1 and verdict["first"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has no function build_model, batch, loss; it needs build_model(), batch(step)"),
+        ("def preflight(): return 3", "returned a int; return a dict of the arguments of verify"),
+        ("def preflight(): return {'modell': 3}", "has modell, which is no argument; use "),
+        ("import no_such_thing", "cannot be imported: No module named 'no_such_thing'"),
+    ],
+)
+def test_a_script_without_its_functions_is_refused(
+    text: str, says: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(script).write_text(text)
+    assert COMMAND.main(["plan", script]) == 2
+    assert says in capsys.readouterr().err
+    assert COMMAND.main(["plan", f"{script}.py"]) == 2
+    assert "does not exist; pass a script or a module" in capsys.readouterr().err

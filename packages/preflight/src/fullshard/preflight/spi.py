@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fullshard.preflight.commands.command_line import main as run_command
+from fullshard.preflight.commands.local_ranks import default_ranks, share_cores
 from fullshard.preflight.planning.memory.ledger import Ledger
 from fullshard.preflight.planning.memory.places import Places
 from fullshard.preflight.planning.memory.storages import Sharing, Storages
@@ -12,5 +14,8 @@ __all__ = [
     "Places",
     "Sharing",
     "Storages",
+    "default_ranks",
     "local_tensors",
+    "run_command",
+    "share_cores",
 ]

@@ -1,0 +1,115 @@
+"""The user's program: functions that build, shard and feed a model, by their names in a module.
+
+``load_program`` imports a script or a module and collects the functions. ``accepted`` picks the
+functions that a call takes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fullshard.preflight.planning.plan import plan, shard_blocks
+from fullshard.preflight.verification.verify import verify
+
+__all__ = ["ProgramError", "accepted", "batch_of_step", "load_program"]
+
+_NEEDED = ("build_model", "batch", "loss")
+_OPTIONAL = ("shard", "optimizer", "tokens")
+_FUNCTION = "preflight"
+
+
+class ProgramError(ValueError):
+    """A program that cannot be imported, or that lacks a function."""
+
+
+def load_program(name: str) -> dict[str, Any]:
+    """Return the arguments for ``verify`` and ``plan`` that a user's program has.
+
+    Args:
+        name: ``script.py``, ``module`` or either with ``:function``. The function returns a dict of
+            arguments. Without a function: the function ``preflight`` of the module, if there is
+            one; else the module's functions ``build_model``, ``batch``, ``loss``, and ``shard``,
+            ``optimizer`` and ``tokens`` if it has them.
+
+    Raises:
+        ProgramError: if it cannot be imported, or a function is missing.
+    """
+    where, _, function = name.partition(":")
+    if ":" in name and not (where and function):
+        raise ProgramError(f"{name!r} is no module:function; write for example train:verification")
+    module = _module(where, name)
+    if function or callable(getattr(module, _FUNCTION, None)):
+        found = _called(module, function or _FUNCTION, name)
+    else:
+        found = _by_name(module, name)
+    known = {*inspect.signature(verify).parameters, *inspect.signature(plan).parameters}
+    if unknown := sorted(found.keys() - known):
+        raise ProgramError(
+            f"{name} has {', '.join(unknown)}, which is no argument; use {', '.join(sorted(known))}"
+        )
+    found.setdefault("shard", shard_blocks)
+    return found
+
+
+def _module(where: str, name: str) -> ModuleType:
+    path = Path(where)
+    try:
+        if path.suffix != ".py":
+            sys.path.insert(0, "")
+            return importlib.import_module(where)
+        if not path.is_file():
+            raise ProgramError(f"{where} does not exist; pass a script or a module")
+        sys.path.insert(0, str(path.resolve().parent))
+        spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+        assert spec is not None and spec.loader is not None, "the suffix is that of a script"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module  # dataclasses and pickle look for it there
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise ProgramError(f"{name} cannot be imported: {error}") from error
+    return module
+
+
+def _called(module: ModuleType, function: str, name: str) -> dict[str, Any]:
+    try:
+        found = getattr(module, function)()
+    except AttributeError as error:
+        if hasattr(module, function):
+            raise
+        raise ProgramError(f"{name} cannot be imported: {error}") from error
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise ProgramError(f"{name} returned a {kind}; return a dict of the arguments of verify")
+    return dict(found)
+
+
+def _by_name(module: ModuleType, name: str) -> dict[str, Any]:
+    found = {each: getattr(module, each, None) for each in (*_NEEDED, *_OPTIONAL)}
+    missing = [each for each in _NEEDED if not callable(found[each])]
+    if missing:
+        raise ProgramError(
+            f"{name} has no function {', '.join(missing)}; it needs build_model(), batch(step) and "
+            "loss(model, batch), at the top level and outside of `if __name__ == '__main__'`, or "
+            f"a function {_FUNCTION}() that returns a dict of them"
+        )
+    return {each: value for each, value in found.items() if callable(value)}
+
+
+def accepted(function: Callable[..., object], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of ``found`` that ``function`` takes."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in found.items() if name in names}
+
+
+def batch_of_step(batch: Any, step: int) -> Any:
+    """Return the batch of a step: ``batch`` itself, or the result of calling it."""
+    if not callable(batch):
+        return batch
+    return batch(step) if inspect.signature(batch).parameters else batch()
