@@ -156,6 +156,18 @@ def prove_wrappers() -> str:
     return _train(lambda model: fully_shard(model, mp_policy=MixedPrecisionPolicy()))
 
 
+def prove_cli() -> str:
+    """Runs the console script: it plans a script of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = str(Path(sysconfig.get_path("scripts"), "fullshard"))
+        for words in (["init", "--yes"], ["plan", "train.py", "--mesh", "64", "--json"]):
+            result = subprocess.run([script, *words], cwd=folder, capture_output=True, text=True)
+            _require(result.returncode == 0, result.stderr)
+        (planned,) = json.loads(result.stdout)
+        _require(planned["mesh"] == [64], f"the mesh is {planned['mesh']}")
+    return "the console script wrote a training script and planned it on 64 ranks"
+
+
 def prove_all() -> str:
     """Imports each layer from one install."""
     for library in _LIBRARIES:
@@ -227,6 +239,7 @@ PROOFS: dict[str, Callable[[], str]] = {
     "fullshard-preflight": prove_preflight,
     "fullshard-elastic": prove_elastic,
     "fullshard-wrappers": prove_wrappers,
+    "fullshard-cli": prove_cli,
     "fullshard": prove_all,
     "fullshard-train": prove_train,
     "fullshard-bench": prove_bench,
@@ -311,6 +324,7 @@ _LIBRARIES = (
     "fullshard-preflight",
     "fullshard-elastic",
     "fullshard-wrappers",
+    "fullshard-cli",
 )
 
 if __name__ == "__main__":

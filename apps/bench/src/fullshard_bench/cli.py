@@ -40,7 +40,7 @@ from fullshard_bench.planning.record import Recording
 from fullshard_bench.planning.times import compare_times
 from fullshard_bench.records.compact import compact_json
 from fullshard_bench.records.result import Result, read_result
-from fullshard_bench.reporting.compare import compare
+from fullshard_bench.reporting.compare import changes_as_json, compare
 from fullshard_bench.running.executing import Outputs, draw_record, execute
 from fullshard_bench.running.run import Run
 from fullshard_bench.running.suites import SUITES
@@ -67,8 +67,8 @@ class _Parser(CommandParser):
         raise BenchError(f"{self.with_suggestion(message)}; see --help")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark.
+def main(arguments: Sequence[str] | None = None, *, prog: str = "fullshard_bench") -> int:
+    """Run the benchmark, which help calls ``prog``.
 
     Returns:
         The exit code: 0; 1 if a contestant failed or was wrong; 2 after an error to put right; 130
@@ -80,9 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     width = None if sys.stdout.isatty() else 132
     console = Console(quiet=not is_main, width=width)
     try:
-        options = _build_parser().parse_args(words)
+        options = _build_parser(prog).parse_args(words)
         if options.command == "compare":
-            compare(read_result(options.before), read_result(options.after), console)
+            before, after = read_result(options.before), read_result(options.after)
+            if options.json:
+                print(changes_as_json(before, after))
+            else:
+                compare(before, after, console)
         elif options.command == "draw":
             draw_record(options.record, options.out, console)
         elif options.command == "plan":
@@ -145,19 +149,19 @@ def _code_of(result: Result) -> int:
     return int(any(each.status in ("failed", "wrong") for each in entries))
 
 
-def run() -> NoReturn:
+def run(arguments: Sequence[str] | None = None, *, prog: str = "fullshard_bench") -> NoReturn:
     """Run `main` as a program, and leave with its exit code."""
     if not inside_torchrun():  # there torchrun ends ranks, which may wait where no handler runs
         signal.signal(signal.SIGTERM, _terminate)
-    code = main()
+    code = main(arguments, prog=prog)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # nothing is left to do, and threads of process groups may be slow to end
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def _build_parser(prog: str) -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="fullshard_bench",
+        prog=prog,
         description="Measures fullshard against its rivals, on this machine.",
         epilog=_EPILOG,
         version=__version__,
@@ -211,6 +215,7 @@ def _build_parser() -> argparse.ArgumentParser:
     changes = commands.add_parser("compare", help="what changed between two results")
     changes.add_argument("before", type=Path, help="a JSON file")
     changes.add_argument("after", type=Path, help="another")
+    changes.add_argument("--json", action="store_true", help="print JSON")
     drawn = commands.add_parser("draw", help="draw the pictures of a record", epilog=_DRAWN)
     drawn.add_argument("record", type=Path, metavar="FILE.json", help="written by run or suite")
     drawn.add_argument(

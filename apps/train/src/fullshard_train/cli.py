@@ -61,15 +61,16 @@ from fullshard_train.training.trainer import Outputs, Trainer
 __all__ = ["main", "run"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the trainer; return this rank's exit code: 0, or 2 after an error to put right.
+def main(arguments: Sequence[str] | None = None, *, prog: str = "fullshard_train") -> int:
+    """Run the trainer, which help calls ``prog``; return this rank's exit code.
 
-    After SIGINT, SIGTERM or SIGUSR1 it is 130, 143 or 138. Call it in the main thread.
+    It is 0, or 2 after an error to put right. After SIGINT, SIGTERM or SIGUSR1 it is 130, 143 or
+    138. Call it in the main thread.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     is_main = os.environ.get("RANK", "0") == "0"
     command = words[0] if words and words[0] in COMMANDS else ""
-    parser = build_parser(command)
+    parser = build_parser(command, prog)
     own = words[: words.index("--")] if command == "launch" and "--" in words else words
     if {"-h", "--help"} & set(own):
         if is_main:
@@ -104,9 +105,9 @@ def _version() -> str:
         return "(not installed: run from its sources)"
 
 
-def run() -> NoReturn:
+def run(arguments: Sequence[str] | None = None, *, prog: str = "fullshard_train") -> NoReturn:
     """Run `main` as a program, and leave with its exit code."""
-    code = main()
+    code = main(arguments, prog=prog)
     sys.stdout.flush()
     sys.stderr.flush()
     # No work remains. A finished rank was seen to abort on the interpreter's own way out, now

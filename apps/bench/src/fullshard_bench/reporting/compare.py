@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from fullshard_bench.reporting.format import as_bytes, as_ms, as_number
 from fullshard_bench.reporting.terminal import print_table
 from fullshard_bench.settings import Settings
 
-__all__ = ["Change", "changes", "compare"]
+__all__ = ["Change", "changes", "changes_as_json", "compare"]
 
 _HEADS = ("beyond noise", "what", "contestant", "figure", "before", "after", "change")
 
@@ -54,6 +55,12 @@ def compare(before: Result, after: Result, console: Console) -> list[Change]:
             highlight=False,
         )
     return rows
+
+
+def changes_as_json(before: Result, after: Result) -> str:
+    """The rows of `changes` as JSON, each an object by the heads of the table."""
+    rows = [dict(zip(_HEADS, row, strict=True)) for row in changes(before, after)]
+    return json.dumps(rows, indent=2)
 
 
 def changes(before: Result, after: Result) -> Iterator[Change]:

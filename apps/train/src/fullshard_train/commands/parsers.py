@@ -25,7 +25,7 @@ second one ends it at once. Without a command, it trains.
 """
 
 _LAUNCH_EPILOG = """\
-example: fullshard_train launch --standalone --nproc-per-node=2 -- --steps 100.
+example: %(prog)s --standalone --nproc-per-node=2 -- --steps 100.
 The other options are those of torchrun: see "torchrun --help".
 """
 
@@ -49,19 +49,17 @@ def explain(parser: argparse.ArgumentParser, message: str) -> str:
     return f"{message}; {hint}"
 
 
-def build_parser(command: str = "") -> argparse.ArgumentParser:
-    """The options of a command, or of a training run, which has no command."""
+def build_parser(command: str = "", prog: str = "fullshard_train") -> argparse.ArgumentParser:
+    """The options of a command of ``prog``, or of a training run, which has no command."""
     if command in COMMANDS:
         told, add = COMMANDS[command]
-        parser = _Parser(
-            prog=f"fullshard_train {command}", description=f"{told}.", allow_abbrev=False
-        )
+        parser = _Parser(prog=f"{prog} {command}", description=f"{told}.", allow_abbrev=False)
         add(parser)
         return parser
     commands = "".join(f"  {name:<9} {told}\n" for name, (told, _) in COMMANDS.items())
     parser = _Parser(
-        prog="fullshard_train",
-        usage="fullshard_train [OPTIONS]\n       fullshard_train COMMAND ...",
+        prog=prog,
+        usage=f"{prog} [OPTIONS]\n       {prog} COMMAND ...",
         description="Trains a small model with fully_shard, alone or under torchrun.\n\n"
         f"commands (COMMAND --help shows their options):\n{commands}",
         epilog=_EPILOG,
@@ -186,7 +184,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
     """The arguments as `--help` shows them: torchrun's own parser reads them."""
-    parser.usage = "fullshard_train launch [TORCHRUN'S OPTIONS] [-- ARGUMENTS OF THE TRAINER]"
+    parser.usage = f"{parser.prog} [TORCHRUN'S OPTIONS] [-- ARGUMENTS OF THE TRAINER]"
     parser.epilog = _LAUNCH_EPILOG
     parser.add_argument("--standalone", action="store_true", help="all ranks are on this host")
     parser.add_argument("--nproc-per-node", metavar="N", help="the number of ranks of each host")

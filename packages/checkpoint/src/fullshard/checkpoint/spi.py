@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from fullshard.checkpoint.boxes import Box, box_at, box_here
+from fullshard.checkpoint.files.headers import DTYPE_NAMES, header_bytes
+from fullshard.checkpoint.files.reading import Reader
+from fullshard.checkpoint.files.sets import INDEX, SINGLE, find_files, read_set
 from fullshard.checkpoint.parts import Place, as_cut, fitted, unwrapped, whole
 
 __all__ = [
+    "DTYPE_NAMES",
+    "INDEX",
+    "SINGLE",
     "Box",
     "Place",
+    "Reader",
     "as_cut",
     "box_at",
     "box_here",
+    "find_files",
     "fitted",
+    "header_bytes",
+    "read_set",
     "unwrapped",
     "whole",
 ]

@@ -1,0 +1,153 @@
+"""Runs as they are on the disk: what ranks recorded, and losses of ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Rank", "Run", "RunError", "read_run"]
+
+_WARM = 3  # steps whose time does not count
+METRICS = "metrics.jsonl"
+
+
+class RunError(ValueError):
+    """A folder that has no run; the message says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What one rank recorded.
+
+    Attributes:
+        rank: its number.
+        host: where it ran.
+        device: what it computed on.
+        error: how it ended, if by an error.
+        seconds: from its start to its end.
+        steps: of its optimizer.
+        step_seconds: from one step's end to the next.
+        events: of the engine, by kind, each with ``count`` and ``bytes``.
+        peak_memory: bytes, of tensors on an accelerator, else of the process.
+    """
+
+    rank: int
+    host: str
+    device: str
+    error: str
+    seconds: float
+    steps: int
+    step_seconds: tuple[float, ...]
+    events: dict[str, dict[str, int]]
+    peak_memory: int
+
+    @property
+    def step(self) -> float | None:
+        """Seconds of a step: the median, without the first steps."""
+        times = self.step_seconds[_WARM:] or self.step_seconds
+        return statistics.median(times) if times else None
+
+    def bytes_of(self, *kinds: str) -> int:
+        """Return the bytes of all events of some kinds."""
+        return sum(self.events.get(kind, {}).get("bytes", 0) for kind in kinds)
+
+    def count_of(self, *kinds: str) -> int:
+        """Return the number of events of some kinds."""
+        return sum(self.events.get(kind, {}).get("count", 0) for kind in kinds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run.
+
+    Attributes:
+        name: the folder.
+        ranks: what each rank recorded; empty without ``run --record``.
+        world: how many ranks there were; 0 if nothing was recorded.
+        losses: by step, of training.
+        held_out: by step, on other data.
+    """
+
+    name: str
+    ranks: tuple[Rank, ...]
+    world: int
+    losses: dict[int, float]
+    held_out: dict[int, float]
+
+    @property
+    def step(self) -> float | None:
+        """Seconds of a step on the slowest rank."""
+        times = [each.step for each in self.ranks if each.step is not None]
+        return max(times, default=None)
+
+    @property
+    def slowest(self) -> int | None:
+        """The rank with the longest step."""
+        timed = [each for each in self.ranks if each.step is not None]
+        return max(timed, key=lambda each: each.step or 0).rank if timed else None
+
+    def value(self) -> dict[str, Any]:
+        """Return the run as a JSON value."""
+        return {
+            "name": self.name,
+            "ranks": self.world,
+            "steps": max([each.steps for each in self.ranks] + [*self.losses], default=0),
+            "step_seconds": self.step,
+            "slowest_rank": self.slowest,
+            "gathered_bytes": max((r.bytes_of("all_gather") for r in self.ranks), default=0),
+            "reduced_bytes": max((r.bytes_of("reduce_scatter") for r in self.ranks), default=0),
+            "peak_memory": max((r.peak_memory for r in self.ranks), default=None),
+            "first_loss": next(iter(self.losses.values()), None),
+            "last_loss": next(reversed(self.losses.values()), None) if self.losses else None,
+            "held_out_loss": next(reversed(self.held_out.values()), None)
+            if self.held_out
+            else None,
+            "errors": {str(each.rank): each.error for each in self.ranks if each.error},
+        }
+
+
+def read_run(folder: Path) -> Run:
+    """Return the run of a folder.
+
+    Raises:
+        RunError: if it has neither files of ranks nor metrics.
+    """
+    files = sorted(folder.glob("rank-*.json"))
+    try:
+        told = [json.loads(each.read_text()) for each in files]
+        ranks = tuple(_rank(each) for each in told)
+        lines = list(_lines(folder / METRICS))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{folder} has a file that cannot be read: {error}") from error
+    if not ranks and not lines:
+        raise RunError(
+            f"{folder} has neither rank-*.json (of `fullshard run --record {folder}`) nor "
+            f"{METRICS}; pass the folder of a run"
+        )
+    losses: dict[str, dict[int, float]] = {"train": {}, "held_out": {}}
+    for each in lines:
+        kind = each.get("kind", "train")
+        if kind in losses and each.get("loss") is not None and "step" in each:
+            losses[kind][int(each["step"])] = float(each["loss"])
+    return Run(
+        name=str(folder),
+        ranks=ranks,
+        world=int(told[0]["ranks"]) if told else 0,
+        losses=losses["train"],
+        held_out=losses["held_out"],
+    )
+
+
+def _rank(told: dict[str, Any]) -> Rank:
+    names = Rank.__dataclass_fields__
+    kept = {name: value for name, value in told.items() if name in names}
+    return Rank(**{**kept, "step_seconds": tuple(told["step_seconds"])})
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if path.is_file():
+        yield from (json.loads(line) for line in path.read_text().splitlines() if line.strip())

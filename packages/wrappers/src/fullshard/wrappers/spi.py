@@ -1,0 +1,8 @@
+"""Names of ``fullshard.wrappers`` for the packages above it. Users import the package itself."""
+
+from __future__ import annotations
+
+from fullshard.wrappers.install import install
+from fullshard.wrappers.install.__main__ import main as run_program
+
+__all__ = ["install", "run_program"]
