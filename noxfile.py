@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,7 +39,7 @@ SHARED_CORES = {"OMP_WAIT_POLICY": "passive"}
 
 # What `versions` runs: every package, and the engine beside the torch that is installed.
 PACKAGES = ["comm", "wire", "sharding", "policies", "checkpoint", "optim", "preflight", "elastic"]
-PACKAGES += ["wrappers"]
+PACKAGES += ["wrappers", "cli"]
 CORE = [f"tests/{each}" for each in PACKAGES]
 CORE += ["tests/parity/test_against_torch.py", "tests/parity/test_training.py"]
 
@@ -67,11 +69,13 @@ def _gpus(session: nox.Session) -> int:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, format and the layers' import contract."""
+    """Style, format, the layers' import contract, and the workflows of CI by their schema."""
     session.install("--constraint", "constraints.txt", *_groups("lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": SOURCES})
+    workflows = sorted(map(str, Path(".github", "workflows").glob("*.yml")))
+    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
 
 
 def _install_members(session: nox.Session, *groups: str) -> None:
@@ -285,6 +289,37 @@ def docs(session: nox.Session) -> None:
 @nox.session(default=False)
 def build(session: nox.Session) -> None:
     """Build each member, install it with only the layers below it, and prove that it works."""
+    _build_all(session)
+
+
+@nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """What `build` does, then `twine check`, checksums and notes; ``-- 0.2.0`` checks the version.
+
+    All is left in dist: nothing is uploaded. The notes are the top section of CHANGELOG.md.
+    """
+    version = str(_project(MEMBERS[0])["version"])
+    if session.posargs not in ([], [version]):
+        session.error(f"the packages have version {version}; use nox -s bump -- X.Y.Z")
+    dist = _build_all(session)
+    session.install("--constraint", "constraints.txt", *_groups("release"))
+    session.run("twine", "check", "--strict", *sorted(map(str, dist.iterdir())))
+    files = sorted(dist.iterdir())
+    sums = [f"{hashlib.sha256(each.read_bytes()).hexdigest()}  {each.name}\n" for each in files]
+    (dist / "SHA256SUMS").write_text("".join(sums))
+    (dist / "NOTES.md").write_text(_notes(Path("CHANGELOG.md").read_text(), version))
+    session.log(f"{len(files)} files, SHA256SUMS and NOTES.md are in dist; nothing was uploaded")
+
+
+def _notes(changelog: str, version: str) -> str:
+    """The section of `version`, or what is unreleased, under a title."""
+    sections = re.split(r"(?m)^## ", changelog)[1:]
+    found = {each.split()[0].strip("[]"): each.partition("\n")[2].strip() for each in sections}
+    return f"# fullshard {version}\n\n{found.get(version, found['Unreleased'])}\n"
+
+
+def _build_all(session: nox.Session) -> Path:
+    """Build all members into `dist`, prove each of them, and return the folder."""
     constrained = ("--constraint", "constraints.txt")
     # This environment holds what is big and not ours, once, for all the layers' environments.
     session.install(*constrained, "torch", "numpy", *_groups("build"))
@@ -294,6 +329,7 @@ def build(session: nox.Session) -> None:
         _build_member(session, member, dist)
     for member in MEMBERS:
         _prove_member(session, member, dist)
+    return dist
 
 
 def _build_member(session: nox.Session, member: str, dist: Path) -> None:

@@ -1,7 +1,8 @@
 """Give every member of the workspace a new version: ``python tools/bump.py 0.2.0``.
 
-Owns the three places where a version is written: a member's own ``version``, its ``==`` pins of
-siblings, and the ``__version__`` of its package. Nothing is written unless all of it can be.
+Owns the four places where a version is written: a member's own ``version``, its ``==`` pins of
+siblings, the ``__version__`` of its package, and CITATION.cff. Nothing is written unless all of it
+can be.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ def bump(root: Path, version: str) -> list[Path]:
     for path, text in changed.items():
         _check(path, text, names, version)
     changed |= {path: _VARIABLE.sub(rf"\g<1>{version}", text) for path, text in _packages(root)}
+    citation = root / "CITATION.cff"
+    if citation.is_file():
+        told = citation.read_text(encoding="utf-8")
+        changed[citation] = re.sub(r"(?m)^version: .*$", f"version: {version}", told)
     for path, text in changed.items():
         path.write_text(text, encoding="utf-8")
     return list(changed)
