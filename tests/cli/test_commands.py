@@ -194,6 +194,27 @@ def test_runs_are_compared_and_of_one_run_each_rank_is_shown(tmp_path: Path) -> 
     assert re.search(r"1\s+│ host1 │\s+20\.0 │\s+2 │\s+1\.0 MiB", one)
 
 
+def test_a_page_about_runs_has_losses_and_a_map_of_ranks(tmp_path: Path) -> None:
+    for rank in range(2):
+        _rank_file(tmp_path / "a", rank, 0.010 * (rank + 1))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        lines = (json.dumps({"step": step, "loss": 1 / step}) for step in (1, 2, 4))
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+    ended = _run("compare", f"{tmp_path}/a", f"{tmp_path}/b", "--html", f"{tmp_path}/runs.html")
+    assert ended.exit_code == 0
+    text = (tmp_path / "runs.html").read_text()
+    figures = [json.loads(each) for each in re.findall(r"data-figure=[^>]*>(.*?)</script>", text)]
+    losses, heat, memory, moved = (each["data"] for each in figures)
+    assert [(each["x"], each["y"]) for each in losses] == [([1, 2, 4], [1, 0.5, 0.25])] * 2
+    assert [[round(time) for time in row] for row in heat[0]["z"]] == [
+        [9000, 9000, 9000, 10, 10],
+        [9000, 9000, 9000, 20, 20],
+    ]
+    assert memory[0]["y"] == [3, 3]
+    assert moved[0]["y"] == [1, 1]
+
+
 def test_a_run_whose_rank_failed_ends_with_1(tmp_path: Path) -> None:
     _rank_file(tmp_path, 0, 0.01)
     path = file_of(tmp_path, 0)

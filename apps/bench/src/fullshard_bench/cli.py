@@ -41,6 +41,7 @@ from fullshard_bench.planning.times import compare_times
 from fullshard_bench.records.compact import compact_json
 from fullshard_bench.records.result import Result, read_result
 from fullshard_bench.reporting.compare import changes_as_json, compare
+from fullshard_bench.reporting.page import write_result_page
 from fullshard_bench.running.executing import Outputs, draw_record, execute
 from fullshard_bench.running.run import Run
 from fullshard_bench.running.suites import SUITES
@@ -88,7 +89,10 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "fullshard_bench
             else:
                 compare(before, after, console)
         elif options.command == "draw":
-            draw_record(options.record, options.out, console)
+            if options.html is None:
+                draw_record(options.record, options.out, console)
+            else:
+                write_result_page(read_result(options.record), options.html)
         elif options.command == "plan":
             show_plans(_planning(options), console)
         elif options.command == "plan-time":
@@ -220,6 +224,9 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
     drawn.add_argument("record", type=Path, metavar="FILE.json", help="written by run or suite")
     drawn.add_argument(
         "--out", type=Path, metavar="STEM", help="write STEM_*.png (the record's own name)"
+    )
+    drawn.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page that needs no network, alone"
     )
     return parser
 

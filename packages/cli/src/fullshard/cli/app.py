@@ -189,6 +189,9 @@ _AFTER = "After a run"
 @app.command(rich_help_panel=_AFTER)
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or two records of bench.")],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page that needs no network.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show runs beside each other: steps, times, losses, memory; of one run, each rank.
@@ -198,7 +201,7 @@ def compare(
 
     Exit codes: 0; 1 if a rank of a run ended with an error; 2 if there is no run.
 
-    Examples: fullshard compare runs/first, fullshard compare runs/a runs/b --json
+    Examples: fullshard compare runs/first, fullshard compare runs/a runs/b --html runs.html
     """
     if all(each.suffix == ".json" for each in runs):
         words = [*map(str, runs), *(["--json"] if as_json else [])]
@@ -210,6 +213,14 @@ def compare(
         found = [read_run(each) for each in runs]
     except RunError as error:
         _refuse(str(error))
+    if html is not None:
+        from fullshard.cli.running.pages import run_parts
+        from fullshard.preflight.spi import PageError, write_page
+
+        try:
+            write_page(html, ", ".join(each.name for each in found), run_parts(found))
+        except PageError as error:
+            _refuse(str(error))
     values = [each.value() for each in found]
     if as_json:
         typer.echo(json.dumps(values, indent=2))

@@ -25,6 +25,8 @@ from fullshard.preflight.commands.training import planned, raced
 from fullshard.preflight.commands.user_program import ProgramError, accepted, load_program
 from fullshard.preflight.costs.devices import DEVICES
 from fullshard.preflight.doctor.command import run_doctor
+from fullshard.preflight.pages.contents import plan_parts, races_parts, verdict_parts
+from fullshard.preflight.pages.page import PageError, write_page
 from fullshard.preflight.planning.failures import PlanError
 from fullshard.preflight.sizes import parse_bytes
 from fullshard.preflight.verification.verify import verify
@@ -57,13 +59,19 @@ def main(
     if given.command == "doctor":
         return run_doctor(given.folder, given.ranks, as_json=given.json)
     try:
-        program = load_program(given.program)
-    except ProgramError as error:
+        return _run(given, words, module)
+    except (ProgramError, PageError) as error:
         return _refuse(str(error))
+
+
+def _run(given: argparse.Namespace, words: list[str], module: str) -> int:
+    program = load_program(given.program)
     if given.command == "plan":
         return _plan(given, program)
     if given.command == "races":
         report = raced(program, given.mesh, steps=given.steps)
+        if given.html is not None:
+            write_page(given.html, f"Races of {given.program}", races_parts(report))
         _say(races_value(report) if given.json else report, as_json=given.json)
         return 0 if report.ok else 1
     if not dist.is_initialized() and not inside_ranks():
@@ -148,6 +156,10 @@ def _command(
         formatter_class=_Formatter,
     )
     command.add_argument("--json", action="store_true", help="print JSON")
+    if name != "doctor":
+        command.add_argument(
+            "--html", type=Path, metavar="FILE", help="write a page that needs no network (plotly)"
+        )
     return command
 
 
@@ -161,22 +173,24 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def _plan(given: argparse.Namespace, program: dict[str, Any]) -> int:
-    fits, values = [], []
+    plans = []
     for mesh in given.mesh:
         try:
             found = planned(program, mesh, given.micro_batches, given.device)
         except (PlanError, ValueError) as error:
             return _refuse(f"{given.program}: {error}")
-        fits.append(given.budget is None or found.fits(given.budget))
-        values.append(plan_value(found, given.budget))
+        plans.append(found)
         if not given.json:
-            over = "" if fits[-1] else f"\ndoes not fit {given.budget} bytes"
+            fits = given.budget is None or found.fits(given.budget)
+            over = "" if fits else f"\ndoes not fit {given.budget} bytes"
             _say(f"{found}{over}\n", as_json=False)
     if given.picture is not None:
         found.draw(given.picture, budget=given.budget)
+    if given.html is not None:
+        write_page(given.html, f"Plan of {given.program}", plan_parts(plans, given.budget))
     if given.json:
-        _say(values, as_json=True)
-    return 0 if any(fits) else 1
+        _say([plan_value(each, given.budget) for each in plans], as_json=True)
+    return 0 if given.budget is None or any(each.fits(given.budget) for each in plans) else 1
 
 
 def _verify(given: argparse.Namespace, program: dict[str, Any]) -> int:
@@ -191,6 +205,8 @@ def _verify(given: argparse.Namespace, program: dict[str, Any]) -> int:
         verdict = verify(**program)
         if dist.get_rank() == 0:
             _say(verdict_value(verdict) if given.json else verdict, as_json=given.json)
+            if given.html is not None:
+                write_page(given.html, f"Verdict on {given.program}", verdict_parts(verdict))
     finally:
         if began:
             dist.destroy_process_group()

@@ -1,0 +1,165 @@
+"""One HTML file from tables and figures, with plotly's script inside and nothing to fetch.
+
+Figures are plotly's JSON: ``data`` and ``layout``. Colours follow the reader's choice of light or
+dark, and widths follow the window.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Figure", "PageError", "Table", "Text", "write_page"]
+
+
+class PageError(RuntimeError):
+    """A page that cannot be written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Paragraphs of preformatted text.
+
+    Attributes:
+        title: a heading.
+        text: the lines.
+    """
+
+    title: str
+    text: str
+
+    def to_html(self, number: int) -> str:
+        """Return the element."""
+        return f"<h2>{html.escape(self.title)}</h2><pre>{html.escape(self.text)}</pre>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table, which scrolls by itself if it is long or wide.
+
+    Attributes:
+        title: a heading.
+        heads: names of the columns.
+        rows: cells; numbers are aligned to the right.
+    """
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+    def to_html(self, number: int) -> str:
+        """Return the element, with a field that filters rows if there are many."""
+        heads = "".join(f"<th>{html.escape(each)}</th>" for each in self.heads)
+        rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in self.rows)
+        field = (
+            f'<input type="search" placeholder="filter {len(self.rows)} rows" '
+            f'aria-label="filter rows" data-table="table-{number}">'
+        )
+        return (
+            f"<h2>{html.escape(self.title)}</h2>{field if len(self.rows) > 20 else ''}"
+            f'<div class="scroll"><table id="table-{number}"><thead><tr>{heads}</tr></thead>'
+            f"<tbody>{rows}</tbody></table></div>"
+        )
+
+
+def _cell(value: object) -> str:
+    kind = ' class="number"' if isinstance(value, int | float) else ""
+    return f"<td{kind}>{html.escape(str(value))}</td>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure of plotly.
+
+    Attributes:
+        title: a heading.
+        data: plotly's traces.
+        layout: plotly's layout, without colours.
+    """
+
+    title: str
+    data: Sequence[Mapping[str, Any]]
+    layout: Mapping[str, Any]
+
+    def to_html(self, number: int) -> str:
+        """Return the element and its data."""
+        value = json.dumps({"data": list(self.data), "layout": dict(self.layout)})
+        text = value.replace("<", "\\u003c")  # no tag inside a string can end the element
+        return (
+            f'<h2>{html.escape(self.title)}</h2><div class="figure" id="figure-{number}"></div>'
+            f'<script type="application/json" data-figure="figure-{number}">{text}</script>'
+        )
+
+
+def write_page(path: Path, title: str, parts: Iterable[Text | Table | Figure]) -> None:
+    """Write a page.
+
+    Raises:
+        PageError: if plotly is not installed, or the file cannot be written.
+    """
+    try:
+        # a name in a string: plotly has no types, and is needed here alone
+        script = importlib.import_module("plotly.offline").get_plotlyjs()
+    except ImportError:
+        raise PageError("--html needs plotly; pip install plotly") from None
+    body = "\n".join(part.to_html(number) for number, part in enumerate(parts))
+    text = (
+        "<!doctype html>\n"
+        '<html lang="en"><head><meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style></head>\n"
+        f"<body><h1>{html.escape(title)}</h1>\n{body}\n"
+        f"<script>{script}</script>\n<script>{_DRAW}</script></body></html>\n"
+    )
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PageError(f"{path} cannot be written: {error.strerror}") from error
+
+
+_STYLE = """
+:root { --back: #fff; --text: #1c1e21; --line: #d6d9de; --head: #f3f4f6; }
+@media (prefers-color-scheme: dark) {
+  :root { --back: #14161a; --text: #e4e6eb; --line: #3a3f47; --head: #22262d; }
+}
+body { background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif;
+  max-width: 75rem; margin: 0 auto; padding: 1rem; }
+h2 { margin-top: 2rem; font-size: 1.15rem; }
+pre { overflow-x: auto; background: var(--head); padding: .75rem; border-radius: .3rem; }
+.scroll { overflow: auto; max-height: 32rem; border: 1px solid var(--line); }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: left; }
+th { position: sticky; top: 0; background: var(--head); }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+input { margin-bottom: .4rem; padding: .3rem; width: min(100%, 20rem); }
+"""
+
+_DRAW = """
+const dark = matchMedia("(prefers-color-scheme: dark)");
+function draw() {
+  const line = dark.matches ? "#3a3f47" : "#d6d9de", text = dark.matches ? "#e4e6eb" : "#1c1e21";
+  const axis = {gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true};
+  for (const each of document.querySelectorAll("script[data-figure]")) {
+    const {data, layout} = JSON.parse(each.textContent);
+    const full = {paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: {color: text}, margin: {t: 20, r: 20}, legend: {orientation: "h"}, ...layout};
+    for (const name of ["xaxis", "yaxis"]) full[name] = {...axis, ...layout[name]};
+    Plotly.react(each.dataset.figure, data, full, {responsive: true, displaylogo: false});
+  }
+}
+draw();
+dark.addEventListener("change", draw);
+for (const field of document.querySelectorAll("input[data-table]")) {
+  field.addEventListener("input", () => {
+    const wanted = field.value.toLowerCase();
+    for (const row of document.getElementById(field.dataset.table).tBodies[0].rows)
+      row.hidden = !row.textContent.toLowerCase().includes(wanted);
+  });
+}
+"""
