@@ -350,7 +350,7 @@ def _prove_member(session: nox.Session, member: str, dist: Path) -> None:
     python = home / "bin" / "python"
     _share_site_packages(session, python)
     pip = ("python", "-m", "pip", "--python", str(python), "install", "--quiet")
-    others = [each for each in project["dependencies"] if not each.startswith("fullshard-")]
+    others = _from_elsewhere(project["name"])
     if others != ["torch>=2.11"]:  # an app, or preflight; others need torch and siblings only
         session.run(*pip, "--constraint", "constraints.txt", *others)
     # From dist alone: the siblings' pins find the wheels just built, and nothing else is fetched.
@@ -360,6 +360,18 @@ def _prove_member(session: nox.Session, member: str, dist: Path) -> None:
     # -I: neither the checkout nor PYTHONPATH is on the path.
     prove = (str(python), "-I", "-W", "ignore:Failed to initialize NumPy", "tools/prove_layer.py")
     session.run(*prove, project["name"], external=True)
+
+
+def _from_elsewhere(name: str) -> list[str]:
+    """What a member and the members below it need of others' packages."""
+    needs = {each["name"]: each["dependencies"] for each in map(_project, MEMBERS)}
+    todo, seen = [name], set[str]()
+    while todo:
+        for need in needs.get(todo.pop().partition("==")[0], []):
+            if need not in seen:
+                seen.add(need)
+                todo.append(need)
+    return sorted(each for each in seen if not each.startswith("fullshard-"))
 
 
 def _share_site_packages(session: nox.Session, python: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fullshard.preflight.commands.command_line import main as run_command
+from collections.abc import Sequence
+
 from fullshard.preflight.commands.local_ranks import default_ranks, share_cores
 from fullshard.preflight.pages.page import Figure, PageError, Table, write_page
 from fullshard.preflight.planning.memory.ledger import Ledger
@@ -24,3 +25,11 @@ __all__ = [
     "share_cores",
     "write_page",
 ]
+
+
+def run_command(arguments: Sequence[str], *, prog: str, module: str) -> int:
+    """Run ``doctor``, ``plan``, ``verify`` or ``races``; see ``command_line.main``."""
+    # Imported here: it imports all of preflight, and ranks of a benchmark import this module.
+    from fullshard.preflight.commands.command_line import main
+
+    return main(arguments, prog=prog, module=module)

@@ -7,8 +7,6 @@ import os
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import get_args_parser, run
 
 __all__ = ["default_ranks", "inside_ranks", "share_cores", "start_ranks"]
 
@@ -38,6 +36,10 @@ def start_ranks(module: str, words: Sequence[str], ranks: int) -> int:
     Raises:
         ChildFailedError: if a rank ended without printing a reason.
     """
+    # Imported here: the launcher brings modules that ranks do not need.
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
     share_cores(ranks)
     count = f"--nproc-per-node={ranks}"
     given = get_args_parser().parse_args(["--standalone", count, "-m", module, *words])
