@@ -148,9 +148,9 @@ def shard_model(  # the model, what it is for, where it is, and with whom
 
 
 def announce(model: FSDPModule, config: Config, *, last: bool) -> None:
-    """Say whether the next backward is the last of a step; others leave gradients to wait.
+    """Say whether the next backward is the last of a step.
 
-    They wait unsharded, but with `zero = 2`, which reduces them each time.
+    Gradients of other backwards wait unsharded. With `zero = 2` each backward reduces them.
     """
     if config.parallel.zero == 2:
         model.set_is_last_backward(last)
