@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fullshard.wrappers.install import install
 from fullshard.wrappers.install.__main__ import main as run_program
+from fullshard.wrappers.install.bindings import install
 
 __all__ = ["install", "run_program"]
