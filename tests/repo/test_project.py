@@ -89,7 +89,7 @@ def test_each_console_script_names_a_function() -> None:
         for member in MEMBERS
         for name, target in member.metadata.get("scripts", {}).items()
     }
-    assert set(scripts) == {"fullshard", "fullshard-train", "fullshard-bench"}
+    assert {"fullshard", "fullshard-train", "fullshard-bench"} <= set(scripts)
     for member, target in scripts.values():
         module, function = target.split(":")
         (found,) = (each for each in member.modules() if each.name == module)
