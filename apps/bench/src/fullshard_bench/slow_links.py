@@ -115,7 +115,7 @@ def hosts_bf16_ahead(workload: Workload, settings: Settings, arena: Arena) -> Tr
 
 
 def inside(workload: Workload, settings: Settings, arena: Arena) -> Trainee:
-    """fullshard, with parameters and gradients sharded in a host, optimizer state over all hosts."""
+    """fullshard, with parameters sharded inside a host, and optimizer state over all hosts."""
     ranks, per_host = arena.mesh.size(), settings.ranks_per_host
     shape = (ranks // per_host, per_host)
     mesh = init_device_mesh(arena.mesh.device_type, shape, mesh_dim_names=("outer", "inner"))
