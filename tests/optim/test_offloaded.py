@@ -44,9 +44,15 @@ def in_files(optimizer: Optimizer, folder: Path, **options: Any) -> OffloadedOpt
     return OffloadedOptimizer(optimizer, FileTier(folder, bucket_mb=1e-4, min_bytes=1, **options))
 
 
+def _file_of(optimizer: OffloadedOptimizer) -> StateFile:
+    space = optimizer._ready().space
+    assert isinstance(space, StateFile)
+    return space
+
+
 def assert_in_file(optimizer: OffloadedOptimizer) -> None:
     """Every tensor of state with more than one element is a view of the file."""
-    memory = optimizer._ready().space.memory
+    memory = _file_of(optimizer).memory
     start, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
     for state in optimizer.state.values():
         for value in state.values():
@@ -170,13 +176,13 @@ def test_files_have_no_name_and_no_space_is_lost_when_state_is_replaced(tmp_path
     optimizer = in_files(adamw(model), tmp_path)
     train(model, optimizer, range(1))
     assert list(tmp_path.iterdir()) == []
-    end = optimizer._ready().space._end
+    end = _file_of(optimizer)._end
     for step in range(1, 4):
         optimizer.load_state_dict(optimizer.state_dict())
         for state in optimizer.state.values():
             state["exp_avg"] = state["exp_avg"].clone()
         train(model, optimizer, range(step, step + 1))
-    assert optimizer._ready().space._end <= 2 * end
+    assert _file_of(optimizer)._end <= 2 * end
 
 
 # -- state dicts and a user's own changes ---------------------------------------------------------

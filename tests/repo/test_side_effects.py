@@ -21,8 +21,17 @@ from support.process_state import ProcessState
 from support.ranks import cpu_mesh, distributed, run_on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "process.md"
-PACKAGES = ("comm", "wire", "sharding", "policies", "checkpoint", "optim", "preflight", "elastic")
-PACKAGES += ("wrappers",)
+PACKAGES = [
+    "comm",
+    "wire",
+    "sharding",
+    "policies",
+    "checkpoint",
+    "optim",
+    "preflight",
+    "elastic",
+    "wrappers",
+]
 
 # A child imports everything first, and tells what else that brings: importing torch's own modules
 # may change torch. The parent imports these before it looks.

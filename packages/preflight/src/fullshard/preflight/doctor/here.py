@@ -29,8 +29,18 @@ LEAST_SHARED = 1 << 30
 """Bytes of free shared memory below which the doctor warns."""
 
 _LEAST_FILES = 4096  # every rank has a connection to each other rank, and files of its own
-_LAYERS = ("comm", "wire", "sharding", "policies", "checkpoint", "optim", "preflight")
-_LAYERS += ("elastic", "wrappers")
+_LAYERS = [
+    "comm",
+    "wire",
+    "sharding",
+    "policies",
+    "checkpoint",
+    "optim",
+    "preflight",
+    "elastic",
+    "wrappers",
+    "cli",
+]
 _COMPARED = ("torch", "numpy", "safetensors", "transformers", "accelerate")
 _TORCH = ((2, 11), (2, 15))  # the oldest and the newest that the tests run on
 _SHARED = Path("/dev/shm")
