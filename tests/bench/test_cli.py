@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -257,6 +258,8 @@ def test_a_signal_ends_the_ranks_and_removes_the_hosts(
         [sys.executable, "-m", "fullshard_bench", *words, "--out", f"{tmp_path}/result"],
         env={**_environment(), "FULLSHARD_TEST_PIPE": str(pipe)},
         start_new_session=True,
+        # A shell ignores it in what it runs in the background, and children inherit that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as bench:
         ranks: set[int] = set()
         while len(ranks) < 2:

@@ -48,7 +48,7 @@ def test_the_program_leaves_with_what_main_returns(
     monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     left: list[int] = []
-    monkeypatch.setattr(cli, "main", lambda: code)
+    monkeypatch.setattr(cli, "main", lambda arguments, prog: code)
     monkeypatch.setattr(os, "_exit", left.append)
     cli.run()
     assert left == [code]

@@ -15,11 +15,12 @@ from fullshard.comm import AllGatherInFlight, CommStreams, ReduceInFlight
 from fullshard.comm.collectives import gather, lists, reduce
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.collectives.reduce import ReducePlan
-from fullshard.comm.collectives.replicas import AllReduceInFlight
+from fullshard.comm.collectives.replicas import AllReduceInFlight, SecondReduceInFlight
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.sharding.access.full_params import LeasedParams
 from fullshard.sharding.base.policies import OffloadToCPU
 from fullshard.sharding.gather.post_forward import PostForwardShards, PostForwardUnshard
+from fullshard.sharding.gather.two_level import TwoLevelInputs
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.reduce import reduction
@@ -225,6 +226,37 @@ MUTATIONS = [
         "output.add_(self._partial); self._partial = None",
         "partial-not-last",
         _HYBRID,
+    ),
+    # two levels
+    M(
+        SecondReduceInFlight,
+        "_launch",
+        "streams.all_reduce.wait_event(self._reduction.event)",
+        program="two-levels",
+        mesh=_HYBRID,
+    ),
+    M(
+        SecondReduceInFlight,
+        "wait",
+        "self._second.wait()",
+        "self._second.plan.shards_in(self._second.output)",
+        program="two-levels",
+        mesh=_HYBRID,
+    ),
+    M(
+        TwoLevelInputs,
+        "_gather_compute_shards",
+        "streams.current().wait_event(streams.record(streams.copy_in))",
+        program="two-levels",
+        mesh=(4, 1),
+    ),
+    M(
+        TwoLevelInputs,
+        "_gather_compute_shards",
+        "streams.record(streams.copy_in)",
+        "streams.record(streams.reduce)",
+        program="two-levels",
+        mesh=(4, 1),
     ),
     # buffers in retirement
     M(CommStreams, "_collect", "owner.wait_event(after)"),

@@ -35,6 +35,9 @@ _MEMORY = "keeps memory for longer, and frees nothing: the wait is in CommStream
 _WORK = "reached without streams only, where a reduction has a handle of its own"
 _SAME_HOST = "between CPU processes of one host, which have no streams"
 _FOUND = "gives what the next line needs; its own lines are changed"
+_EARLY = (
+    "of `early_gradients`, whose optimizers step on the CPU: see tests/optim/test_overlapped.py"
+)
 LEFT_OUT: dict[Site, str] = {
     ("CommStreams.retire", "self._collect(owner, keep)"): _MEMORY,
     ("CommStreams.collect_all", "self._collect(owner, 0)"): _MEMORY,
@@ -64,6 +67,8 @@ LEFT_OUT: dict[Site, str] = {
         "FSDPParamGroup.wait_for_unshard",
         "self.gathering.wait(user_may_write=user_may_write, no_graph_alias=not self._live)",
     ): _FOUND,
+    ("_commit", "streams.record()"): _EARLY,
+    ("_commit", "streams.current().wait_event(done)"): _EARLY,
     ("StepSettings.finalize_backward", "handle.wait()"): (
         "sets the gradients; the wait is in ReductionQueue.commit"
     ),
@@ -97,6 +102,8 @@ KEPT: dict[Site, str] = {
     ("ReducedShards", "output"): _RESULT,
     ("ReducedShards", "shards"): _RESULT,
     ("GatherInputs", "_shards"): "shards, which live in the modules",
+    ("SecondReduceInFlight", "_second"): _FLIGHT,
+    ("TwoLevelInputs", "_full"): _VIEWS,
     ("_Rows", "targets"): _VIEWS + "; padding is used by the current stream alone",
     ("_Pending", "in_flight"): _FLIGHT,
     ("_Pending", "staged"): "gradients of their parameters soon, used by the current stream alone",

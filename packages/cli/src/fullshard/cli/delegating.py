@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import NoReturn
 
 __all__ = ["run_app", "run_preflight"]
@@ -20,11 +21,13 @@ def run_preflight(command: str, words: Sequence[str]) -> int:
     """
     from fullshard.preflight.spi import run_command
 
-    if command != "doctor" and not {"-h", "--help"} & set(words):
-        from fullshard.wrappers.spi import install
+    with ExitStack() as undo:
+        if command != "doctor" and not {"-h", "--help"} & set(words):
+            from fullshard.wrappers.spi import install, uninstall
 
-        install()
-    return run_command([command, *words], prog="fullshard", module="fullshard.cli")
+            install()
+            undo.callback(uninstall)
+        return run_command([command, *words], prog="fullshard", module="fullshard.cli")
 
 
 def run_app(module: str, words: Sequence[str], prog: str) -> NoReturn:

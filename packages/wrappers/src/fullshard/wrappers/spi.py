@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from fullshard.wrappers.install.__main__ import main as run_program
-from fullshard.wrappers.install.bindings import install
+from fullshard.wrappers.install.bindings import install, uninstall
 
-__all__ = ["install", "run_program"]
+__all__ = ["install", "run_program", "uninstall"]
