@@ -174,7 +174,7 @@ def _sent(log: EventLog, kind: EventKind, *, second: bool) -> int:
     return sum(event.nbytes for event in events)
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("name", few(PLACEMENTS, "ZeRO-1", "ZeRO-2", "hpZ", "inner"))
 @distributed(4)
 def test_bytes_that_travel_and_are_held_equal_the_formulas(name: str) -> None:
     placements, micro_batches, numel = PLACEMENTS[name], 3, WIDTH * WIDTH
@@ -361,7 +361,9 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=" to ".join)
+@pytest.mark.parametrize(
+    "change", few(CHANGES, CHANGES[0], CHANGES[2], CHANGES[4]), ids=" to ".join
+)
 @distributed(4)
 def test_placements_change_between_steps_where_the_optimizer_keeps_its_shards(
     change: tuple[str, str],
@@ -387,7 +389,7 @@ def test_placements_that_need_other_shards_are_refused() -> None:
     pair.check()
 
 
-MOVES = [("inner", "ZeRO-3"), ("ZeRO-2", "outer"), ("HSDP", "hpZ"), ("outer", "inner")]
+MOVES = [("inner", "ZeRO-3"), ("ZeRO-2", "outer")]  # the others run in the matrix
 
 
 @pytest.mark.parametrize("move", few(permutations(PLACEMENTS, 2), *MOVES), ids=" to ".join)
