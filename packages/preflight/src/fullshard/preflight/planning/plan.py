@@ -245,10 +245,13 @@ class _Run:
     ) -> None:
         self._model, self._loss, self._ledger = model, loss, ledger
         self._micro_batches = micro_batches
-        self._announces: FSDPModule | None = None  # if gradients wait for the last backward
-        if isinstance(model, FSDPModule):
-            kinds = {group.gradients.accumulate for group in groups_of(model, recurse=True)}
-            self._announces = None if kinds <= {Accumulate.ALL} else model
+        self._announces: FSDPModule | None = None  # if placements ask which backward is the last
+        groups = groups_of(model, recurse=True) if isinstance(model, FSDPModule) else ()
+        if any(each.gradients.accumulate is not Accumulate.ALL for each in groups) or any(
+            each.gathering.keeps_copies for each in groups
+        ):
+            assert isinstance(model, FSDPModule), "it has groups"
+            self._announces = model
         self.optimizer = optimizer(model.parameters())
         check_optimizer(self.optimizer)
         ledger.note(Category.SHARDS, list(model.parameters()), list(model.buffers()))

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.spi import as_arrived, carrier_of
+from fullshard.comm.spi import carrier_of
 from fullshard.sharding.base.compat import local_shard, make_dtensor, spec_of
 from fullshard.sharding.base.memory import storage_object
 from fullshard.sharding.base.states import LeaseKind
@@ -148,6 +148,7 @@ class LeasedParams(FullParams):
     def launch(self) -> None:
         """Take a lease and issue the gather; ranks that are not to have them free them."""
         self.group.refresh()
+        self.group.gathering.drop_copies()
         self.group.leases.take(LeaseKind.BLOCK, self._owner)
         self.group.shared.streams.synchronize_with_current()  # which may have changed shards
         self.group.gathering.unshard(async_op=True)
@@ -198,7 +199,7 @@ class LeasedParams(FullParams):
 
     def arrived(self, param: FSDPParam) -> torch.Tensor:
         """Return the shard with the values that a gather delivered."""
-        return as_arrived(param.shard, param.sent, param.mesh_info.shard_rank)
+        return self.group.gathering.prepare().inputs.arrived(param)
 
 
 class CopiedParams(FullParams):

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from fullshard.comm import AllGather, CommStreams, EventKind, GatherConfig, Layout
 from fullshard.comm.spi import DEBUGGED, LISTENERS, BufferSource, emit, rank_major
+from fullshard.sharding.base.compat import current_graph_task
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import TRANSITIONS, ShardedState, check_transition
@@ -64,7 +67,9 @@ class Gathering:
         kept_by_graphs: a graph may keep the group, at any time: whether one does now, ranks may see
             differently.
         keeps_storage: the memory of the full parameters stays allocated while they are sharded.
-        keeps_full: full parameters outlive a reshard, until the parameters change.
+        keeps_full: full parameters outlive a reshard; see [Note: kept copies].
+        keeps_copies: full parameters or compute shards do.
+        within_step: the last backward was one that others of the same step follow.
     """
 
     def __init__(
@@ -92,7 +97,9 @@ class Gathering:
         self._finishes: FinishesGather | None = None  # the gather in flight
         self.gathers = 0
         self.kept_by_graphs = False
-        self.keeps_storage = self.keeps_full = False
+        self.keeps_storage = self.keeps_full = self.within_step = False
+        self._two_levels = isinstance(params[0].mesh_info, TwoLevelMeshInfo)
+        self.keeps_copies = self._two_levels
         self._full_of = -1  # the generation of full parameters that outlived a reshard
         self._user_wrote = False
         self._policies = policies
@@ -131,7 +138,7 @@ class Gathering:
                 self.swap.to_sharded(freed=not memory.home.stays)
 
     def keep_full(self, keep: bool) -> None:
-        """Keep full parameters when the group is resharded, until the parameters change.
+        """Keep full parameters when the group is resharded; see [Note: kept copies].
 
         The modules hold the sharded parameters nevertheless, and the next use of the group takes
         the kept copy instead of a gather. A copy that a user may have written to is not kept.
@@ -139,6 +146,7 @@ class Gathering:
         if keep != self.keeps_full:
             self.drop_full()
             self.keeps_full = keep
+            self.keeps_copies = keep or self._two_levels
             self._chosen_for = None  # groups that are full at once share memory otherwise
 
     def drop_full(self) -> None:
@@ -146,6 +154,12 @@ class Gathering:
         if self._full_of != -1 and self._strategy is not None:
             self._full_of = -1
             self._strategy.memory.free()
+
+    def drop_copies(self) -> None:
+        """Let the next gather start from the stored shards."""
+        self.drop_full()
+        if self._prepared is not None:
+            self._prepared.inputs.forget_copies()
 
     @property
     def has_full(self) -> bool:
@@ -357,7 +371,8 @@ class Gathering:
         strategy, state = self._strategy, self.state
         if state is _SHARDED or strategy is None:
             return
-        keeps_full = self.keeps_full and not (self._user_wrote or self.stale)
+        uses_follow = torch.is_grad_enabled() or current_graph_task() != -1
+        keeps_full = self.keeps_full and uses_follow and not (self._user_wrote or self.stale)
         if state is _UNSHARDED:
             self.swap.to_sharded(freed=not (keeps_full or strategy.memory.home.stays))
             if self._post_forward is not None:

@@ -13,7 +13,7 @@ from operator import is_
 import torch
 
 from fullshard.comm import GatherConfig, Layout
-from fullshard.comm.spi import OwnShards
+from fullshard.comm.spi import OwnShards, as_arrived
 from fullshard.sharding.base.compat import local_shard_getter
 from fullshard.sharding.base.memory import addresses_of
 from fullshard.sharding.base.policies import declares
@@ -64,6 +64,13 @@ class GatherInputs:
             if self.as_stored:
                 self._shards, self._addresses, self._sent = shards, addresses, sent
         return sent
+
+    def forget_copies(self) -> None:
+        """Make the next gather start from the stored shards, as it does here."""
+
+    def arrived(self, param: FSDPParam) -> torch.Tensor:
+        """Return the stored shard of ``param`` with the values that a gather delivers."""
+        return as_arrived(param.shard, param.sent, param.mesh_info.shard_rank)
 
     def staged(self, config: GatherConfig) -> Sequence[torch.Tensor]:
         """Return each parameter's shard on the device, as the copy-in stream sees it.

@@ -2,8 +2,9 @@
 
 Owns the compute shards of a group. A compute shard is this rank's part of a parameter over the
 first axis of the mesh. Each rank stores a part of a compute shard only, over the second axis.
-Compute shards are gathered from these parts once per parameter generation, and stay allocated. So a
-step with several micro-batches communicates once over the second axis, which may be a slow network.
+Compute shards are gathered from these parts once in a step, and stay allocated; see
+[Note: kept copies]. So a step with several micro-batches communicates once over the second axis,
+which may be a slow network.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from fullshard.comm import GatherConfig, Layout, default_all_gather
-from fullshard.comm.spi import FullTensors, OwnShards, rank_major
+from fullshard.comm.spi import FullTensors, OwnShards, as_arrived, rank_major
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.mesh.mesh_info import TwoLevelMeshInfo
@@ -57,12 +58,23 @@ class TwoLevelInputs(GatherInputs):
         self._compute: OwnShards | None = None
 
     def sends(self, config: GatherConfig) -> OwnShards:
-        """Return the compute shards, gathered anew if the parameters changed."""
+        """Return the compute shards, gathered again if forgotten or if parameters changed."""
         if self._current != self._generation.number or self._compute is None:
             self._gather_compute_shards(config)
             self._current = self._generation.number
         assert self._compute is not None, "they were gathered"
         return self._compute
+
+    def forget_copies(self) -> None:
+        """Make the next gather start from the stored shards."""
+        self._current = -1
+
+    def arrived(self, param: FSDPParam) -> torch.Tensor:
+        """Return the stored part of the compute shard as a gather over the first axis rounds it."""
+        assert self._compute is not None, "they were gathered"
+        compute = self._compute.tensors[self.params.index(param)]
+        whole = as_arrived(compute, param.sent, param.mesh_info.shard_rank)
+        return param.sharding.second_cut.shard_of(param.sharding.to_store(whole))
 
     @torch.no_grad()
     def _gather_compute_shards(self, config: GatherConfig) -> None:

@@ -1,8 +1,7 @@
 """A parameter group: leases say who holds it unsharded, and for how long.
 
 ``FSDPParamGroup`` decides by leases when a group is gathered and resharded. ``Gathering`` does both
-and has the state. ``GroupGradients`` collects gradients. Modules, hooks and the schedule are in
-``hooks``.
+and has the state. ``GroupGradients`` collects gradients. Modules and the schedule are in ``hooks``.
 """
 
 from __future__ import annotations
@@ -260,6 +259,7 @@ class FSDPParamGroup:
         """Gather for a user; the next forward or backward that uses the group takes over."""
         if not self.leases.in_use:
             self.refresh()
+            self.gathering.drop_copies()
             self.leases.hold(LeaseKind.USER)
         self.gathering.unshard(async_op=async_op)
 

@@ -11,7 +11,9 @@ import torch
 from torch.autograd import graph
 
 __all__ = [
+    "calling_frame",
     "in_compiled_autograd",
+    "is_running",
     "may_hook_saved_tensors",
     "queue_end_of_backward",
     "runs_split_backward",
@@ -74,3 +76,19 @@ def _codes_above(frame: FrameType | None) -> set[int]:
         found.add(id(frame.f_code))
         frame = frame.f_back
     return found
+
+
+def calling_frame() -> FrameType:
+    """Return the frame that called this package."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("fullshard."):
+        frame = frame.f_back
+    return frame
+
+
+def is_running(frame: FrameType | None) -> bool:
+    """Return whether ``frame`` is on the stack of any thread."""
+    stacks = set(sys._current_frames().values())
+    while stacks and frame not in stacks:
+        stacks = {each.f_back for each in stacks if each.f_back is not None}
+    return bool(stacks)

@@ -37,11 +37,19 @@ from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.groups.buckets import Buckets
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.compat import (
+    calling_frame,
     in_compiled_autograd,
+    is_running,
     queue_end_of_backward,
     runs_split_backward,
 )
-from fullshard.sharding.hooks.schedule import Schedule, ShardedModule, StepRecord
+from fullshard.sharding.hooks.schedule import (
+    Schedule,
+    ShardedModule,
+    StepRecord,
+    drop_copies_of_other_steps,
+    keep_copies_within_step,
+)
 from fullshard.sharding.hooks.transforms import set_apart
 from fullshard.sharding.reduce.reduction import SharedComm
 
@@ -136,11 +144,11 @@ class RootContext:
 
     def enter_forward(self, state: ShardedModule) -> int:
         """Begin the forward of ``state`` and return its place in the order; -1: it has none."""
-        if self._depth and state is self.states[0] and not _is_running(self._frame):
+        if self._depth and state is self.states[0] and not is_running(self._frame):
             self.reset()  # an interrupt ended the last one: torch calls hooks for Exception only
         if self._depth == 0:
             self._begin_forward()
-            self._frame = _caller()
+            self._frame = calling_frame()
         self._depth += 1
         if not state.groups:
             return -1
@@ -154,6 +162,7 @@ class RootContext:
         if torch.is_grad_enabled():
             _refuse_compiled_autograd()
         self._release_expired()
+        drop_copies_of_other_steps(self.groups)
         record = self.record
         if record.post_forward.names and not any(
             group.generation.outstanding for group in self.groups
@@ -270,6 +279,7 @@ class RootContext:
             else:
                 late = self.schedule.finish_backward(group, is_last=False)
                 error = error or late
+        keep_copies_within_step(self.groups, is_last=False)
         for waiting in self._buckets.reductions:
             self.shared.queue.launch(waiting.pop())
         if not error:
@@ -288,6 +298,7 @@ class RootContext:
             error = error or late
         self._end_unused()
         self._release_expired()
+        keep_copies_within_step(self.groups, is_last=is_last)
         for waiting in self._buckets.reductions:
             self.shared.queue.launch(waiting.pop())
         if not error:
@@ -345,6 +356,7 @@ class RootContext:
         for state in self.states:
             state.reset()
         lost = [group.name for group in self.groups if group.reset()]
+        keep_copies_within_step(self.groups, is_last=self.is_last_backward)
         for waiting in self._buckets.reductions:
             waiting.abandon()
         self.shared.queue.discard()
@@ -382,19 +394,3 @@ def _refuse_compiled_autograd() -> None:
             "compiled autograd is on, in which gradients of a sharded module would be lost; turn "
             "compiled autograd off. Compiled forwards work"
         )
-
-
-def _caller() -> FrameType:
-    """Return the frame that called this package."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("fullshard."):
-        frame = frame.f_back
-    return frame
-
-
-def _is_running(frame: FrameType | None) -> bool:
-    """Return whether ``frame`` is on the stack of any thread."""
-    stacks = set(sys._current_frames().values())
-    while stacks and frame not in stacks:
-        stacks = {each.f_back for each in stacks if each.f_back is not None}
-    return bool(stacks)

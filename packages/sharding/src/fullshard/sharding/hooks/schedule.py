@@ -22,7 +22,14 @@ from fullshard.sharding.base.states import LeaseKind, ShardedState
 from fullshard.sharding.groups.buckets import Bucket
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 
-__all__ = ["Order", "Schedule", "ShardedModule", "StepRecord"]
+__all__ = [
+    "Order",
+    "Schedule",
+    "ShardedModule",
+    "StepRecord",
+    "drop_copies_of_other_steps",
+    "keep_copies_within_step",
+]
 
 _SHARDED = ShardedState.SHARDED
 
@@ -249,3 +256,32 @@ class Schedule:
 
 def _nothing() -> None:
     """Do nothing before a reduction."""
+
+
+# -- copies that placements keep ------------------------------------------------------------------
+
+
+def drop_copies_of_other_steps(groups: Sequence[FSDPParamGroup]) -> None:
+    """Drop what ``groups`` kept outside the backwards of one step, before a forward uses it.
+
+    [Note: kept copies] The backward of a forward uses the copy that the forward kept. So do
+    forwards between the backwards of one step. Between steps no copy is used again, also if no
+    optimizer was seen to step: a user may change parameters by hand, as moving averages and loops
+    without an optimizer do, and the counters of tensors do not show every such change.
+    """
+    for group in groups:
+        if group.gathering.keeps_copies and not group.gathering.within_step:
+            group.gathering.drop_copies()
+
+
+def keep_copies_within_step(groups: Sequence[FSDPParamGroup], *, is_last: bool) -> None:
+    """Keep copies after a backward if another one follows in the step; see [Note: kept copies].
+
+    Another one follows if ``is_last`` is not set, or where the user turned synchronisation off.
+    """
+    for group in groups:
+        gathering = group.gathering
+        if gathering.keeps_copies:
+            gathering.within_step = not (is_last and group.gradients.accumulation.synchronises)
+            if not gathering.within_step:
+                gathering.drop_copies()

@@ -4,10 +4,11 @@ Owns ``ShardingPlacements`` and its meaning on a mesh. Makes process groups only
 of a mesh act as one; communicates nothing else.
 
 [Note: placements] The optimizer's axes are those of the sharded parameters. *Compute* says what a
-group keeps between its uses, until the parameters change: nothing if it names all these axes, the
-full parameters if it names none, and compute shards if it names some, from which a gather is over
-these axes only. *Gradients* says over which axes a backward reduces that is not the last before the
-optimizer's step: ``set_is_last_backward(False)``. The last backward reduces over all axes.
+group keeps between its uses in one step: nothing if it names all these axes, the full parameters if
+it names none, and compute shards if it names some, from which a gather is over these axes only.
+*Gradients* says over which axes a backward reduces that is not the last before the optimizer's
+step: ``set_is_last_backward(False)``. The last backward reduces over all axes, and ends what
+*compute* keeps; see [Note: kept copies].
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Placed:
 
     Attributes:
         mesh_info: the mesh, as the engine sees it.
-        keeps_full: whether full parameters outlive a reshard until the parameters change.
+        keeps_full: whether full parameters outlive a reshard within a step.
         accumulate: where gradients wait for the last backward of a step.
     """
 
@@ -68,8 +69,8 @@ class ShardingPlacements:
     ======================================  =========  =========  ==========
 
     Attributes:
-        compute: axes over which parameters are sharded between their uses; None: those of
-            ``optimizer``.
+        compute: axes over which parameters are sharded between their uses in one step; None: those
+            of ``optimizer``.
         gradients: axes over which gradients are sharded that wait for the last backward of a step;
             None: those of ``optimizer``. The user announces other backwards by
             ``set_is_last_backward(False)``.
