@@ -40,9 +40,9 @@ from support.ranks import cpu_mesh, distributed
 
 P = ShardingPlacements
 PLACEMENTS = {
-    "ZeRO-1": P(compute=(), gradients=()),
-    "ZeRO-2": P(compute=()),
-    "ZeRO-3": P(),
+    "ZeRO-1": P.zero(1),
+    "ZeRO-2": P.zero(2),
+    "ZeRO-3": P.zero(3),
     "hpZ": P(compute="inner"),
     "inner": P(compute="inner", gradients="inner"),
     "outer": P(compute="outer", gradients="outer"),
@@ -303,7 +303,8 @@ def test_parameters_may_change_by_hand_between_steps(name: str) -> None:
                 for each, then in zip(params, before, strict=True):
                     each.data.copy_(then)
                 outputs.append(model(batch))
-                model(batch.clone().requires_grad_())  # whose backward never comes
+                with torch.enable_grad():
+                    model(batch)  # whose backward never comes
                 for each in params:
                     each.mul_(0.9)
                     each.grad = None
@@ -510,6 +511,15 @@ def test_placements_that_cannot_be_are_refused(name: str) -> None:
     with pytest.raises(error, match=words):
         fully_shard(model, mesh=mesh_of(), placements=placements)  # type: ignore[call-overload]
     assert type(model) is nn.Linear
+
+
+def test_stages_are_short_for_axes() -> None:
+    stages = [P(compute=(), gradients=()), P(compute=()), P()]
+    assert [P.zero(stage) for stage in (1, 2, 3)] == stages
+    assert [str(each) for each in stages] == ["ZeRO-1", "ZeRO-2", "ZeRO-3"]
+    assert str(P(compute="inner")) == "placements, compute over inner"
+    with pytest.raises(ValueError, match="stage is 4"):
+        P.zero(4)
 
 
 def test_a_field_that_names_no_axis_is_refused() -> None:

@@ -20,11 +20,8 @@ from fullshard_bench.settings import DTYPES, Settings
 
 __all__ = ["add_choices", "choices_of"]
 
-ZERO = {
-    1: ShardingPlacements(compute=(), gradients=()),
-    2: ShardingPlacements(compute=()),
-    3: None,
-}
+# On a mesh that replicates, stage 3 is what the mesh says.
+_ZERO = {1: ShardingPlacements.zero(1), 2: ShardingPlacements.zero(2), 3: None}
 _NAMED = (
     "dtype",
     "zero",
@@ -44,7 +41,7 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--dtype", nargs="+", choices=DTYPES, help="of computing (bfloat16)")
     how.add_argument("--reduce-dtype", choices=DTYPES, default=Settings().reduce_dtype)
-    how.add_argument("--zero", nargs="+", type=int, choices=ZERO, help="stage: ZeRO-1, 2 or 3")
+    how.add_argument("--zero", nargs="+", type=int, choices=_ZERO, help="stage: ZeRO-1, 2 or 3")
     how.add_argument("--reshard", nargs="+", metavar="WHEN", help="default, always, never or N")
     how.add_argument("--prefetch", nargs="+", type=int, metavar="N", help="units ahead, or -1")
     how.add_argument("--group", nargs="+", type=int, metavar="N", help="units in one gather")
@@ -70,8 +67,8 @@ def choices_of(options: argparse.Namespace) -> list[Choice]:
 def _one_at_a_time(base: Choice, rows: int) -> Iterator[Choice]:
     """The usual choice, and variants with one change."""
     yield base
-    yield replace(base, placements=ZERO[2])
-    yield replace(base, placements=ZERO[1])
+    yield replace(base, placements=_ZERO[2])
+    yield replace(base, placements=_ZERO[1])
     yield replace(base, reshard=False)
     yield replace(base, recompute=True)
     yield replace(base, recompute=True, reshard=False)
@@ -113,7 +110,7 @@ def _product(options: argparse.Namespace, reduced: torch.dtype) -> Iterator[Choi
                 dtype=None if dtype == "float32" else getattr(torch, dtype),
                 reduce_dtype=None if dtype == "float32" else reduced,
                 micro_batches=micro_batches,
-                placements=ZERO[zero],
+                placements=_ZERO[zero],
             )
         except ValueError as error:
             raise BenchError(f"--{str(error).replace('_', '-', 1)}") from None

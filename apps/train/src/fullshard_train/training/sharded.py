@@ -38,13 +38,6 @@ __all__ = [
     "wire_policy",
 ]
 
-_PLACEMENTS = {
-    1: ShardingPlacements(compute=(), gradients=()),
-    2: ShardingPlacements(compute=()),
-    3: None,
-}
-"""By ZeRO stage; None: what the mesh says, which may replicate."""
-
 
 class Layered(Protocol):
     """A caller that knows the layers of a model; a `Task` does."""
@@ -132,13 +125,14 @@ def shard_model(  # the model, what it is for, where it is, and with whom
     wire: WireForms = wire_policy(config.parallel)
     if groups is not None:
         wire = groups.wire(wire)
-    reshard = config.parallel.reshard_after_forward
+    reshard, stage = config.parallel.reshard_after_forward, config.parallel.zero
     shard = partial(
         fully_shard,
         mesh=mesh,
         mp_policy=policy,
         wire_policy=wire,
-        placements=_PLACEMENTS[config.parallel.zero],
+        # stage 3 is what the mesh says, which may replicate
+        placements=ShardingPlacements.zero(stage) if stage < 3 else None,
     )
     for layer in task.layers(model):
         shard(layer, reshard_after_forward=reshard)

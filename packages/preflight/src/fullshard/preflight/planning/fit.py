@@ -27,8 +27,8 @@ CHOICES: tuple[Choice, ...] = tuple(
     Choice(recompute=recompute, **options)
     for recompute in (False, True)
     for options in (
-        {"placements": ShardingPlacements(compute=(), gradients=())},
-        {"placements": ShardingPlacements(compute=())},
+        {"placements": ShardingPlacements.zero(1)},
+        {"placements": ShardingPlacements.zero(2)},
         {"reshard": False},
         {},
     )

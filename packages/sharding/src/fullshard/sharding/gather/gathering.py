@@ -371,8 +371,8 @@ class Gathering:
         strategy, state = self._strategy, self.state
         if state is _SHARDED or strategy is None:
             return
-        uses_follow = torch.is_grad_enabled() or current_graph_task() != -1
-        keeps_full = self.keeps_full and uses_follow and not (self._user_wrote or self.stale)
+        keeps_full = self.keeps_full and not (self._user_wrote or self.stale)
+        keeps_full = keeps_full and (torch.is_grad_enabled() or current_graph_task() != -1)
         if state is _UNSHARDED:
             self.swap.to_sharded(freed=not (keeps_full or strategy.memory.home.stays))
             if self._post_forward is not None:

@@ -102,17 +102,29 @@ class ShardingPlacements:
                 )
             object.__setattr__(self, name, axes)
 
+    @classmethod
+    def zero(cls, stage: int) -> ShardingPlacements:
+        """Return the placements of ZeRO stage 1, 2 or 3.
+
+        Raises:
+            ValueError: if ``stage`` is none of these.
+        """
+        if stage not in (1, 2, 3):
+            raise ValueError(f"stage is {stage!r}; ZeRO has the stages 1, 2 and 3")
+        none: _Axes = ()
+        return cls(compute=none if stage < 3 else None, gradients=none if stage == 1 else None)
+
     def __str__(self) -> str:
         """Return its name, or the axes that it names."""
-        known: dict[tuple[object, object], str]
-        known = {((), ()): "ZeRO-1", ((), None): "ZeRO-2", (None, None): "ZeRO-3"}
+        for stage in (1, 2, 3):
+            if self == ShardingPlacements.zero(stage):
+                return f"ZeRO-{stage}"
         axes = "".join(
             f", {name} over {'-'.join(value) or 'none'}"
             for name in ("compute", "gradients", "optimizer")
             if (value := getattr(self, name)) is not None
         )
-        found = known.get((self.compute, self.gradients))
-        return found if found and self.optimizer is None else f"placements{axes}"
+        return f"placements{axes}"
 
     def on(self, mesh: DeviceMesh) -> Placed:
         """Return what these placements mean on ``mesh``.
