@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fullshard.comm import Event, EventKind, observe
 from fullshard.optim import AdamW8bit, OverlappedStep, OverlappedStepError
+from fullshard.optim.base.parts import SteppedGradients
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard, grad_norm
 from support.optim.offloaded import adamw, assert_equal_runs, groups_of_parameters, part
@@ -358,6 +359,23 @@ def test_gradients_changed_after_their_step_are_an_error(name: str) -> None:
         OverlappedStepError, match=r"blocks.*weight.* changed after .*pass max_norm"
     ):
         optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+def test_a_change_of_any_element_of_a_gradient_is_noticed(offset: int, dtype: torch.dtype) -> None:
+    """Also one that leaves the version alone; gradients lie anywhere in the buffer they share."""
+    param = nn.Parameter(torch.zeros(151, dtype=dtype))
+    param.grad = torch.randn(160).to(dtype)[offset : offset + 151]
+    param.grad[70] = torch.nan
+    noted = SteppedGradients([param])
+    assert not noted.changed()
+    for data in param.grad.data:
+        before = data.clone()
+        data.fill_(1e-3)
+        assert noted.changed()
+        data.copy_(before)
+    assert not noted.changed()
 
 
 @distributed(2)
