@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -195,6 +196,23 @@ def test_an_optimizer_built_before_sharding_and_a_frozen_parameter() -> None:
 
 
 @distributed(2)
+def test_gradients_of_backwards_that_were_not_the_last_are_added_before_the_step() -> None:
+    mine, theirs = apart(build()), apart(build())
+    one, other = OverlappedStep(adamw(mine), mine), adamw(theirs)
+    for step in range(2):
+        for model, optimizer in ((mine, one), (theirs, other)):
+            root = cast("FSDPModule", model)
+            root.set_is_last_backward(False)
+            backward(model, 10 * step)
+            root.set_is_last_backward(True)
+            with one.overlap() if optimizer is one else nullcontext():
+                backward(model, 10 * step + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal_runs(mine, one, theirs, other)
+
+
+@distributed(2)
 def test_steps_without_overlap_and_closures_are_ordinary_steps() -> None:
     mine, theirs = sharded(build()), sharded(build())
     one, other = OverlappedStep(adamw(mine), mine), adamw(theirs)
@@ -262,6 +280,31 @@ def test_the_step_runs_on_another_thread_and_backward_goes_on(
         optimizer.state  # noqa: B018 # waits for the steps
     optimizer.step()
     assert threads and threading.get_ident() not in threads
+
+
+@distributed(2)
+def test_no_step_runs_after_the_block() -> None:
+    """So nobody reads a parameter, or changes a gradient, in the middle of its step."""
+    model = apart(build())
+    optimizer = OverlappedStep(adamw(model), model)
+    waited, step_part, wait = threading.Event(), optimizer._step_part, optimizer._wait
+
+    def late(*arguments: Any) -> None:
+        assert waited.wait(30)
+        step_part(*arguments)
+
+    def noted_wait() -> None:
+        waited.set()
+        wait()
+
+    optimizer._step_part, optimizer._wait = late, noted_wait  # type: ignore[method-assign] # of this one
+    with optimizer.overlap():
+        backward(model, 0)
+    begun = optimizer._in_flight
+    done = [] if begun is None else [each.done() for each in begun.steps]
+    waited.set()
+    assert done and all(done)
+    optimizer.step()
 
 
 class Reductions:

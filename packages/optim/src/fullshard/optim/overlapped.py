@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fullshard.optim.base.parts import Part, SteppedGradients
 from fullshard.optim.base.stepped import label_of
@@ -176,9 +175,8 @@ class OverlappedStep(WrappingOptimizer):
         rebind_optimizer(self.optimizer)
         _require_elementwise(self.optimizer)
         begun = self._in_flight = _InFlight(self._scale())
-        hooks = self._watch(begun)
         try:
-            with early_gradients(self._model, self._submit):
+            with early_gradients(self._model, self._submit), self._watch(begun):
                 yield
             self._submit()
         except BaseException:
@@ -186,8 +184,7 @@ class OverlappedStep(WrappingOptimizer):
             self._in_flight = begun if begun.raised else None
             raise
         finally:
-            for hook in hooks:
-                hook.remove()
+            self._wait()  # what follows may read and change gradients
 
     def _waits_for_norm(self) -> bool:
         """Return whether the next step needs the norm of its own gradients."""
@@ -201,14 +198,20 @@ class OverlappedStep(WrappingOptimizer):
             return None
         return (self._max_norm / (self.total_norm + _EPSILON)).clamp(max=1.0)
 
-    def _watch(self, begun: _InFlight) -> list[RemovableHandle]:
-        """Note the parameters whose gradients arrive."""
+    @contextmanager
+    def _watch(self, begun: _InFlight) -> Iterator[None]:
+        """Note the parameters whose gradients arrive in the block."""
         params = [param for group in self.param_groups for param in group["params"]]
-        return [
+        hooks = [
             param.register_post_accumulate_grad_hook(begun.arrived.append)
             for param in params
             if isinstance(param, DTensor) and param.requires_grad
         ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _submit(self) -> None:
         """Step the parameters whose gradients arrived, on the thread."""

@@ -22,7 +22,8 @@ __all__ = ["early_gradients"]
 def early_gradients(module: nn.Module, ready: Callable[[], None]) -> Iterator[None]:
     """Put the gradients of a group in place before the next group reduces, inside the block.
 
-    ``.grad`` is set, and hooks after accumulation are called, in backward. A backward that raises
+    ``.grad`` is set, and hooks after accumulation are called, in backward. Reductions of earlier
+    backwards, under ``set_is_last_backward(False)``, end before the block. A backward that raises
     leaves the gradients that are in place. Three kinds of roots keep the default: a root with a
     canonical order, a root whose backwards are finished by hand, and a root whose next backward is
     not the last one.
@@ -41,6 +42,9 @@ def early_gradients(module: nn.Module, ready: Callable[[], None]) -> Iterator[No
     contexts = dict.fromkeys(state.context for state in states)
     for context in contexts:
         _require_on_cpu(context)
+    for context in contexts:  # of earlier backwards of the step: their gradients are not early
+        if not context.finalizes_by_hand:
+            context.shared.queue.commit_sealed()
     before = [(context.schedule, context.schedule.before_reduction) for context in contexts]
     for context in contexts:
         context.schedule.before_reduction = partial(_commit, context, ready)
