@@ -404,6 +404,26 @@ def test_gradients_changed_after_their_step_are_an_error(name: str) -> None:
         optimizer.step()
 
 
+OPTIONS: dict[str, Callable[[Optimizer], object]] = {
+    "another rate": lambda optimizer: optimizer.param_groups[0].update(lr=0.2),
+    "a tensor in place": lambda optimizer: optimizer.param_groups[0]["lr"].mul_(2),
+    "a scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("name", OPTIONS)
+@distributed(2)
+def test_options_changed_between_backward_and_step_are_an_error(name: str) -> None:
+    model = apart(build())
+    optimizer = OverlappedStep(adamw(model, lr=torch.tensor(0.1), foreach=False), model)
+    with optimizer.overlap():
+        backward(model, 0)
+    OPTIONS[name](optimizer)
+    with pytest.raises(OverlappedStepError, match=r"options lr changed .*before the block"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
 def test_a_change_of_any_element_of_a_gradient_is_noticed(offset: int, dtype: torch.dtype) -> None:
@@ -434,6 +454,12 @@ def test_a_backward_that_raised_is_an_error_of_the_step_until_a_state_is_loaded(
     inputs.register_hook(fails)
     with pytest.raises(ArithmeticError), optimizer.overlap():
         model(inputs).square().mean().backward()
+    with pytest.raises(OverlappedStepError, match=r"overlap\(\) raised"):
+        optimizer.step()
+    with pytest.raises(KeyError):
+        optimizer.load_state_dict({"not": "one"})
+    with pytest.raises(RuntimeError, match="last checkpoint"), optimizer.overlap():
+        pass
     with pytest.raises(OverlappedStepError, match=r"overlap\(\) raised"):
         optimizer.step()
     cast("FSDPModule", model).reset_iter_state()

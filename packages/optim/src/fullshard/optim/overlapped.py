@@ -147,9 +147,9 @@ class OverlappedStep(WrappingOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict()`` of the wrapped optimizer; the next step uses its exact norm."""
         self._wait()
+        self.optimizer.load_state_dict(state_dict)
         self._in_flight = self.total_norm = None
         self._kept.clear()
-        self.optimizer.load_state_dict(state_dict)
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -157,17 +157,20 @@ class OverlappedStep(WrappingOptimizer):
     def overlap(self) -> Iterator[None]:
         """Step groups beside the backward that runs in the block: the last one before ``step()``.
 
-        A backward that raises leaves some groups stepped: then ``step()`` raises until a state dict
-        is loaded. The graph must not be used for a second backward.
+        Between the block and ``step()`` part of the parameters are stepped: evaluate or save the
+        model after ``step()``. Gradients or options that change in between are an error of
+        ``step()``. A backward that raises leaves some groups stepped: then ``step()`` raises until
+        a state dict is loaded. The graph must not be used for a second backward.
 
         Raises:
-            RuntimeError: if ``step()`` was not called since the last block.
+            RuntimeError: if ``step()`` was not called since the last block, or raised.
             ValueError: if parameters of the model are not on the CPU.
         """
         if self._in_flight is not None:
             raise RuntimeError(
                 "overlap() was entered twice for one step; put the last backward of a step in the "
-                "block, and call step() after it"
+                "block, and call step() after it. After an error of the block or of step(), load "
+                "the last checkpoint"
             )
         if self._waits_for_norm():
             yield
@@ -319,6 +322,10 @@ class OverlappedStep(WrappingOptimizer):
             text = f"the gradients of {changed} changed after they were stepped"
             advice = "do not clip or unscale them, pass max_norm to OverlappedStep"
             return f"{text}; {advice}; {_RELOAD}", None
+        options = set().union(*(each.changed_options(self.optimizer) for each in begun.parts))
+        if options:
+            text = f"the options {', '.join(sorted(options))} changed after they were stepped with"
+            return f"{text}; change them before the block, or after step(); {_RELOAD}", None
         params = [param for group in self.param_groups for param in group["params"]]
         rest = [each for each in params if each.grad is not None and each not in begun.stepped]
         if rest:

@@ -32,11 +32,13 @@ class Part:
         bucket: the parameters, by the index of their group.
         optimizer: the optimizer of these alone.
         shadow: the plain tensors over the shards that are stepped.
+        options: those of each group, as they are stepped.
     """
 
     bucket: Bucket
     optimizer: Optimizer
     shadow: ShadowOptimizer = field(default_factory=lambda: ShadowOptimizer(plain=True))
+    options: list[dict[str, Any]] = field(default_factory=list)
 
     def refresh(self, optimizer: Optimizer, bucket: Bucket) -> None:
         """Take the options and the state that ``optimizer`` has now."""
@@ -49,6 +51,18 @@ class Part:
             else:
                 fresh.state[param] = known  # the same dict
         self.bucket, self.optimizer = bucket, fresh
+        self.options = [_copied_options(optimizer.param_groups[index]) for index in bucket]
+
+    def changed_options(self, optimizer: Optimizer) -> set[str]:
+        """Return the names of options that differ in ``optimizer`` from those that are stepped."""
+        groups = [_copied_options(optimizer.param_groups[index]) for index in self.bucket]
+        pairs = zip(self.options, groups, strict=True)
+        return {
+            name
+            for stepped, group in pairs
+            for name, value in stepped.items()
+            if not _is_same(value, group.get(name))
+        }
 
     def step(self, scale: torch.Tensor | None) -> None:
         """Scale the gradients, unless ``scale`` is None, and step."""
@@ -106,6 +120,21 @@ def _digest(gradient: torch.Tensor | None) -> torch.Tensor:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _copied_options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a group, which keep their values when a tensor changes in place."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return one is other or bool(one == other)
 
 
 def _unhooked_step(kind: type[Optimizer]) -> Callable[..., Any]:
