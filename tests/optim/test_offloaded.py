@@ -26,7 +26,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.optim import AdamW8bit, FileTier, Muon, OffloadedOptimizer, StateOffloadError
+from fullshard.optim import (
+    AdamW8bit,
+    FileTier,
+    Muon,
+    OffloadedOptimizer,
+    StateOffloadError,
+)
+from fullshard.optim.tiers.staging import Staging
 from fullshard.optim.tiers.state_file import StateFile
 from fullshard.sharding import fully_shard
 from support.optim.offloaded import PROGRAMS, adamw, assert_equal_runs, part
@@ -370,29 +377,46 @@ def test_state_that_cannot_be_written_stays_in_memory_and_all_ranks_raise(
 def test_a_read_waits_for_the_write_of_the_same_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With fewer buckets than buffers nothing else waits for the writes of the last step."""
+    """With fewer buckets than buffers nothing else waits for the writes of the last step.
+
+    The writes are held until the step waits for them, or has begun to read without a wait.
+    """
     model = build()
     optimizer = OffloadedOptimizer(adamw(model), FileTier(tmp_path, min_bytes=1))
     train(model, optimizer, range(1))
-    read, write, reads = os.preadv, os.pwritev, threading.Event()
-    read_early = []
+    optimizer.state  # noqa: B018 # waits for the writes
+    goes_on, moves, over = threading.Event(), list[Any](), list[bool]()
+    write_piece, write, read = os.pwritev, StateFile.write, StateFile.read
+    finish = Staging._finish_write
 
-    def late_write(*arguments: Any) -> int:
-        read_early.append(reads.wait(0.1))
-        return write(*arguments)
+    def held_piece(*arguments: Any) -> int:
+        assert goes_on.wait(30)
+        return write_piece(*arguments)
 
-    def noted_read(*arguments: Any) -> int:
-        reads.set()
-        return read(*arguments)
+    def noted_write(self: StateFile, *arguments: Any) -> Any:
+        begun = write(self, *arguments)
+        moves.extend(begun)
+        return begun
+
+    def noted_read(self: StateFile, *arguments: Any) -> Any:
+        over.append(all(each.done() for each in moves))
+        goes_on.set()
+        return read(self, *arguments)
+
+    def noted_finish(self: Staging) -> None:
+        goes_on.set()
+        finish(self)
 
     model(batch(1)).square().mean().backward()
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwritev", late_write)
+        patched.setattr(os, "pwritev", held_piece)
+        patched.setattr(StateFile, "write", noted_write)
         optimizer.step()
-        patched.setattr(os, "preadv", noted_read)
+        patched.setattr(StateFile, "read", noted_read)
+        patched.setattr(Staging, "_finish_write", noted_finish)
         optimizer.step()
-    optimizer.state  # noqa: B018 # waits for the writes
-    assert read_early and not any(read_early[:1])
+        optimizer.state  # noqa: B018 # waits for the writes
+    assert moves and over == [True]
 
 
 @distributed(2)
