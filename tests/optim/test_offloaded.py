@@ -31,6 +31,7 @@ from fullshard.optim import (
     FileTier,
     Muon,
     OffloadedOptimizer,
+    OverlappedStep,
     StateOffloadError,
 )
 from fullshard.optim.tiers.staging import Staging
@@ -451,6 +452,10 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path: Path) -
         in_files(adamw(model), folder)
 
 
+def _overlapped(model: nn.Module) -> Optimizer:
+    return OverlappedStep(adamw(model), model)
+
+
 WRONG: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "no optimizer": (
         lambda path: OffloadedOptimizer(3, FileTier(path)),  # type: ignore[arg-type] # wrong
@@ -461,6 +466,11 @@ WRONG: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         lambda path: OffloadedOptimizer(adamw(build()), path),  # type: ignore[arg-type] # wrong
         TypeError,
         r"pass FileTier\(folder\) or HostTier\(\)",
+    ),
+    "wrapped twice": (
+        lambda path: OffloadedOptimizer(_overlapped(build()), FileTier(path)),
+        TypeError,
+        "OverlappedStep, which wraps another; pass that one",
     ),
     "lbfgs": (
         lambda path: OffloadedOptimizer(torch.optim.LBFGS(build().parameters()), FileTier(path)),

@@ -270,7 +270,12 @@ def _require_separable(optimizer: object) -> None:
     """Raise ``TypeError`` unless the optimizer steps each parameter by itself."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")
-    if isinstance(optimizer, (torch.optim.LBFGS, MatrixOptimizer, OffloadedOptimizer)):
+    if isinstance(optimizer, WrappingOptimizer):
+        raise TypeError(
+            f"optimizer is an {type(optimizer).__name__}, which wraps another; pass that one, its "
+            "attribute optimizer"
+        )
+    if isinstance(optimizer, (torch.optim.LBFGS, MatrixOptimizer)):
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}, which steps parameters together; state in "
             "a tier needs an optimizer that steps each parameter by itself, such as AdamW"
