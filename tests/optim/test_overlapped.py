@@ -124,6 +124,40 @@ def test_clipping_is_that_of_the_plain_loop_to_the_bit(norm: Any) -> None:
     assert [float(each) for each in norms if each is not None] == list(map(float, expected))
 
 
+@distributed(2)
+def test_clipping_holds_for_parameters_of_another_optimizer() -> None:
+    """All gradients are scaled in the first step, which a second optimizer then steps with."""
+    mine, theirs = apart(build()), sharded(build())
+    firsts: list[Optimizer] = []
+    norms: list[float] = []
+    for model in (mine, theirs):
+        params = list(model.parameters())
+        first: Optimizer = torch.optim.AdamW(params[:6], lr=0.1)
+        second = torch.optim.SGD(params[6:], lr=0.1)
+        if model is mine:
+            first = OverlappedStep(first, model, max_norm=0.05, norm="previous")
+        by: torch.Tensor | None = None
+        for step in range(3):
+            with first.overlap() if isinstance(first, OverlappedStep) else nullcontext():
+                backward(model, step)
+            if model is theirs:
+                total = grad_norm(model)
+                scale = (0.05 / ((total if by is None else by) + 1e-6)).clamp(max=1.0)
+                for param in params:
+                    if param.grad is not None:
+                        param.grad.mul_(scale)
+                by = grad_norm(model) / scale if step else total
+                norms.append(by.item())
+            first.step()
+            if isinstance(first, OverlappedStep) and first.total_norm is not None:
+                norms.append(first.total_norm.item())
+            second.step()
+            model.zero_grad()
+        firsts.append(first)
+    assert_equal_runs(mine, firsts[0], theirs, firsts[1])
+    assert norms[:3] == norms[3:]
+
+
 def _whole(net: Net) -> Net:
     fully_shard(net, offload_policy=CPUOffloadPolicy())
     return net

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from fullshard.optim.base.parts import Part, SteppedGradients
+from fullshard.optim.base.parts import Part, SteppedGradients, scale_gradients
 from fullshard.optim.base.stepped import label_of
 from fullshard.optim.base.wrapping import (
     WrappingOptimizer,
@@ -94,9 +94,10 @@ class OverlappedStep(WrappingOptimizer):
 
     Args:
         optimizer: an elementwise optimizer of ``torch.optim``, such as AdamW or SGD.
-        model: the model, whose parameters ``optimizer`` has.
-        max_norm: clip the gradients to this norm. Do not clip them yourself: they may be stepped
-            before backward ends.
+        model: the model whose parameters ``optimizer`` has, all or a part.
+        max_norm: clip the gradients of ``model`` to this norm. Do not clip them yourself: they may
+            be stepped before backward ends. If other optimizers step parameters of ``model``, step
+            them after this one.
         norm: with ``max_norm``, whose norm decides. ``"exact"``: that of these gradients, as
             ``clip_grad_norm_`` does, so that steps wait for the end of backward. ``"previous"``:
             that of the last step's gradients, so that steps begin in backward. The first step, and
@@ -299,6 +300,9 @@ class OverlappedStep(WrappingOptimizer):
             raise OverlappedStepError(error) from cause
         self._in_flight = None
         if begun.scale is not None:
+            mine = {param for group in self.param_groups for param in group["params"]}
+            others = (param for param in self._model.parameters() if param not in mine)
+            scale_gradients(others, begun.scale)
             self.total_norm = grad_norm(self._model).cpu() / begun.scale
         return loss
 

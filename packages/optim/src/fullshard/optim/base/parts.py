@@ -6,7 +6,7 @@ changes of their gradients afterwards. When a part is stepped is decided in ``ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from fullshard.optim.base.stepped import label_of
 from fullshard.optim.base.wrapping import Bucket, params_of, part_of
 from fullshard.sharding.spi import ShadowOptimizer, local_shard
 
-__all__ = ["Part", "SteppedGradients"]
+__all__ = ["Part", "SteppedGradients", "scale_gradients"]
 
 _EDGE = 64  # bytes at both ends of a gradient
 
@@ -66,12 +66,8 @@ class Part:
 
     def step(self, scale: torch.Tensor | None) -> None:
         """Scale the gradients, unless ``scale`` is None, and step."""
-        params = params_of(self.bucket)
-        local = [_local(param.grad) for param in params if param.grad is not None]
         if scale is not None:
-            for device, dtype in {(each.device, each.dtype) for each in local}:
-                same = [each for each in local if (each.device, each.dtype) == (device, dtype)]
-                foreach_scale(same, scale.to(device, dtype))
+            scale_gradients(params_of(self.bucket), scale)
         stepped = self.shadow.begin(self.optimizer)
         _unhooked_step(type(self.optimizer))(self.optimizer if stepped is None else stepped)
         if stepped is not None:
@@ -120,6 +116,14 @@ def _digest(gradient: torch.Tensor | None) -> torch.Tensor:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def scale_gradients(params: Iterable[torch.Tensor], scale: torch.Tensor) -> None:
+    """Multiply the gradients of ``params`` by ``scale``."""
+    local = [_local(param.grad) for param in params if param.grad is not None]
+    for device, dtype in {(each.device, each.dtype) for each in local}:
+        same = [each for each in local if (each.device, each.dtype) == (device, dtype)]
+        foreach_scale(same, scale.to(device, dtype))
 
 
 def _copied_options(group: dict[str, Any]) -> dict[str, Any]:
