@@ -158,6 +158,26 @@ def test_clipping_holds_for_parameters_of_another_optimizer() -> None:
     assert norms[:3] == norms[3:]
 
 
+@distributed(2)
+def test_a_run_with_the_norm_of_the_last_step_goes_on_to_the_bit() -> None:
+    runs = []
+    for loads in (False, True):
+        model = apart(build())
+        optimizer = OverlappedStep(adamw(model), model, max_norm=0.05, norm="previous")
+        for step in range(4):
+            if loads and step == 2:
+                saved, norm = copy.deepcopy(optimizer.state_dict()), optimizer.total_norm
+                optimizer = OverlappedStep(adamw(model), model, max_norm=0.05, norm="previous")
+                optimizer.load_state_dict(saved)
+                optimizer.total_norm = norm
+            with optimizer.overlap():
+                backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append((model, optimizer))
+    assert_equal_runs(*runs[0], *runs[1])
+
+
 def _whole(net: Net) -> Net:
     fully_shard(net, offload_policy=CPUOffloadPolicy())
     return net

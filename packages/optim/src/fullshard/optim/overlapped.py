@@ -90,7 +90,8 @@ class OverlappedStep(WrappingOptimizer):
     Attributes:
         optimizer: the wrapped optimizer.
         total_norm: the norm of all gradients before clipping, of the last step; None without
-            ``max_norm``.
+            ``max_norm``. State dicts do not have it: to go on to the bit with ``norm="previous"``,
+            save it too, and assign it after ``load_state_dict``.
 
     Args:
         optimizer: an elementwise optimizer of ``torch.optim``, such as AdamW or SGD.
