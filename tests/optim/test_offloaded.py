@@ -257,6 +257,17 @@ def test_what_a_user_changes_in_the_state_is_stepped(name: str, tmp_path: Path) 
     assert_equal_runs(mine, one, theirs, other)
 
 
+@distributed(2)
+def test_a_state_dict_is_copied_and_saved_without_the_rest_of_the_file(tmp_path: Path) -> None:
+    model = sharded(build())
+    optimizer = in_files(adamw(model), tmp_path)
+    train(model, optimizer, range(1))
+    copied = copy.deepcopy(optimizer.state_dict())["state"]
+    for state, expected in zip(copied.values(), optimizer.state.values(), strict=True):
+        assert all(torch.equal(part(state[key]), part(expected[key])) for key in expected)
+        assert all(part(value).untyped_storage().nbytes() <= 4096 for value in expected.values())
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_a_copy_is_refused_with_what_to_do(
     copied: Callable[[object], object], tmp_path: Path

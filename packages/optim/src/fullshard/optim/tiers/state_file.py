@@ -76,11 +76,11 @@ class StateFile:
         self._fd, self.direct = _open_unnamed(folder, direct)
         try:
             os.ftruncate(self._fd, self._capacity)
-            mapped = mmap.mmap(self._fd, self._capacity)
+            self._mapped = mmap.mmap(self._fd, self._capacity)
         except BaseException:
             os.close(self._fd)
             raise
-        self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        self.memory = torch.frombuffer(self._mapped, dtype=torch.uint8)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fullshard-state")
         self._end = 0
         self._spare: dict[int, list[Extent]] = {}  # given back, by size
@@ -112,8 +112,11 @@ class StateFile:
         return True
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return bytes of the mapped file, ``[nbytes]`` uint8."""
-        return self.memory[offset : offset + nbytes]
+        """Return bytes of the mapped file, ``[nbytes]`` uint8, as a storage by themselves.
+
+        ``torch.save`` and ``copy.deepcopy`` take whole storages: here not that of the whole file.
+        """
+        return torch.frombuffer(self._mapped, dtype=torch.uint8, count=nbytes, offset=offset)
 
     def read(self, extents: Sequence[Extent], into: torch.Tensor) -> list[Future[None]]:
         """Begin to fill ``into``, ``[n]`` uint8, with the extents, one after the other."""
