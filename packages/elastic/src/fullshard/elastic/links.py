@@ -202,9 +202,12 @@ def connected(
 ) -> dist.ProcessGroup:
     """Return a process group over gloo of the ranks that meet in ``store`` under ``name``.
 
+    It returns once all ranks are connected. gloo alone returns when this rank is, and an early rank
+    that closed its connections then would fail the connecting of a late one.
     The group is not registered with ``torch.distributed``: it lives as long as a reference to it.
     """
     place = dist.PrefixStore(name, store)
     made: Any = dist.ProcessGroupGloo(place, rank, size, timedelta(seconds=timeout))
     process_group: dist.ProcessGroup = made  # a backend, which has the same messages
+    process_group.barrier().wait()
     return process_group
