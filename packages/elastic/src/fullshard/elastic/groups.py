@@ -184,6 +184,7 @@ class ReplicaGroups:
             error = self._connect(quorum, state)
             if self._coordinator.agree(self._steps, not error):
                 break
+            self._close_links()  # at once: a group that is connected must not wait for messages
             self._count_dropped(error or "another rank of this group could not connect")
         links = self._links
         assert links is not None, "connected"
@@ -218,6 +219,7 @@ class ReplicaGroups:
         Raises:
             ReplicaGroupError: if the groups have different models.
         """
+        self._receiving = None  # of a quorum that this group could not connect to
         own = Member(
             name=self._options.group,
             ranks=self._ranks,
@@ -228,11 +230,13 @@ class ReplicaGroups:
         )
         try:
             roster, store = meet(quorum, own, self._rank, self._options.timeout)
-            self._links = Links(roster, store, self._rank, self._options.timeout)
         except Exception as error:  # a group was lost again
-            self._close_links()
             return f"{type(error).__name__}: {error}"
         _require_alike(roster)
+        try:
+            self._links = Links(roster, store, self._rank, self._options.timeout)
+        except Exception as error:  # a group was lost again
+            return f"{type(error).__name__}: {error}"
         if self._rank == 0:
             _log_roster(roster)
         if roster.own in roster.sources:
