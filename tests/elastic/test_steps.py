@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.elastic import ElasticOptions, Lighthouse, ReplicaGroupError, ReplicaGroups
+from fullshard.elastic.links import Links
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
 from fullshard.sharding.spi import local_shard
@@ -148,6 +149,38 @@ def test_a_backward_that_raises_drops_the_step_on_all_groups() -> None:
         for old, new in zip(before, model.parameters(), strict=True):
             assert torch.equal(old, full(new))
         assert groups.steps == 0
+
+
+@distributed(4)
+def test_a_rank_that_cannot_connect_drops_the_step_on_all_groups_at_once() -> None:
+    failures = ["of a test"] if dist.get_rank() == 1 else []
+
+    def connect(*args: Any) -> Links:
+        links = Links(*args)
+        if failures:
+            links.close()
+            raise ConnectionError(failures.pop())
+        return links
+
+    # A wait for the other ranks of a group that dropped the step would outlast the test.
+    with (
+        patch("fullshard.elastic.groups.Links", connect),
+        replica_groups([2, 2], timeout=300.0) as (groups, mesh, own),
+    ):
+        model = sharded(groups, mesh, seed=0)
+        groups.carry(model, make_optimizer(model))
+        groups.load_state_dict({"steps": 0, "batches": 0, "lineage": "of both"})
+        committed = []
+        while not any(committed):
+            step = groups.begin()
+            loss_of(model, own, mesh.get_local_rank(), 2).backward()
+            committed.append(groups.commit())
+            if not committed[-1]:
+                model.zero_grad()
+        assert len(step.contributors) == 2
+        assert committed == ([True] if own == 0 else [False, True])
+        for name, gradient in defined([2, 2], 0, average=True).items():
+            torch.testing.assert_close(full(dict(model.named_parameters())[name].grad), gradient)
 
 
 def _fails_in_backward(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
