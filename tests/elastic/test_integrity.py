@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from elastic.campaign import campaign
 from fullshard.elastic import DamagedNumbersError, IntegrityChecks, IntegrityPolicy
 from fullshard.elastic.integrity.checksums import checksum, checksums
-from fullshard.sharding import fully_shard
+from fullshard.sharding import ShardingPlacements, fully_shard
 from fullshard.sharding.spi import local_shard
 from support.elastic.faults import STAGES, run_campaign
 from support.ranks import cpu_mesh, distributed
@@ -101,6 +101,32 @@ def test_checked_steps_train_what_unchecked_ones_train() -> None:
         trained.append([local_shard(param).clone() for param in model.parameters()])
     for other in trained[1:]:  # two ranks: the sum of two numbers has one order
         assert all(torch.equal(a, b) for a, b in zip(trained[0], other, strict=True))
+
+
+@pytest.mark.parametrize("gradients", ["inner", None])
+@distributed(4)
+def test_shards_that_a_second_axis_cuts_again_are_no_replicas(gradients: str | None) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    trained = []
+    for every in (1, 1000):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 6)
+        placements = ShardingPlacements(compute="inner", gradients=gradients)
+        fully_shard(model, mesh=mesh, placements=placements)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        checks = IntegrityChecks(model, optimizer, IntegrityPolicy(every=every))
+        for step in range(2):
+            checks.begin()
+            for is_last in (False, True):
+                model.set_is_last_backward(is_last)
+                model(torch.full((3, 4), float(step + dist.get_rank()))).square().mean().backward()
+            checks.before_update()
+            optimizer.step()
+            optimizer.zero_grad()
+            checks.end()
+        assert (checks.comparisons > 0) == (every == 1)
+        trained.append([local_shard(param).clone() for param in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
 
 
 @distributed(4)

@@ -16,7 +16,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from fullshard.comm.spi import rank_major
@@ -242,7 +242,13 @@ class IntegrityChecks:
             self._found(stage, name, "it changed after the optimizer stepped")
 
     def _replicated(self) -> list[FSDPParamGroup]:
-        return [each for each in self._groups() if isinstance(each.mesh_info, HSDPMeshInfo)]
+        """Return the groups with replicas; a second axis may also cut shards again."""
+        return [
+            each
+            for each in self._groups()
+            if isinstance(each.mesh_info, HSDPMeshInfo)
+            and Replicate() in each.mesh_info.placements(0)
+        ]
 
     def _compare_replicas(self) -> None:
         """Compare with the other replicas; the ranks of the rarest bits are named."""
