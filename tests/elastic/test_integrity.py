@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from elastic.campaign import campaign
+from fullshard.comm import DefaultAllGather, DefaultReduceScatter
 from fullshard.elastic import DamagedNumbersError, IntegrityChecks, IntegrityPolicy
 from fullshard.elastic.integrity.checksums import checksum, checksums
 from fullshard.sharding import ShardingPlacements, fully_shard
@@ -101,6 +102,44 @@ def test_checked_steps_train_what_unchecked_ones_train() -> None:
         trained.append([local_shard(param).clone() for param in model.parameters()])
     for other in trained[1:]:  # two ranks: the sum of two numbers has one order
         assert all(torch.equal(a, b) for a, b in zip(trained[0], other, strict=True))
+
+
+class _CountedGather(DefaultAllGather):
+    calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().__call__(*args, **kwargs)
+
+
+class _CountedReduce(DefaultReduceScatter):
+    calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().__call__(*args, **kwargs)
+
+
+@distributed(2)
+def test_own_collectives_are_back_after_a_checked_step_also_after_an_error() -> None:
+    model = nn.Linear(4, 2)
+    fully_shard(model, mesh=cpu_mesh())
+    gather, reduce = _CountedGather(), _CountedReduce()
+    model.set_custom_all_gather(gather)
+    model.set_custom_reduce_scatter(reduce)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checks = IntegrityChecks(model, optimizer, IntegrityPolicy(every=2))
+    calls = []
+    for ends in (True, False, True, True, True):  # the second step ends in an error of the user's
+        checks.begin()
+        model(torch.ones(3, 4)).sum().backward()
+        calls.append((gather.calls, reduce.calls))
+        if ends:
+            checks.before_update()
+            checks.end()
+    reductions = [reductions for _, reductions in calls]
+    assert reductions == [1, 1, 2, 2, 3]  # every second step goes through checked ones
+    assert calls[0][0] == calls[1][0] < calls[2][0] == calls[3][0] < calls[4][0]
 
 
 @pytest.mark.parametrize("gradients", ["inner", None])

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from fullshard.comm import AllGather, ReduceScatter
 from fullshard.comm.spi import rank_major
 from fullshard.elastic.integrity.checksums import checksums
 from fullshard.elastic.integrity.collectives import CheckedAllGather, CheckedReduceScatter, Parts
@@ -103,6 +104,7 @@ class IntegrityChecks:
         self._step = 0
         self._resting: torch.Tensor | None = None
         self._seen: dict[str, deque[float]] = {}
+        self._replaced: list[tuple[FSDPParamGroup, AllGather, ReduceScatter | None]] = []
         # Made once: subclasses of a test may damage what they move.
         self.all_gather: type[CheckedAllGather] = CheckedAllGather
         self.reduce_scatter: type[CheckedReduceScatter] = CheckedReduceScatter
@@ -128,6 +130,7 @@ class IntegrityChecks:
         resting, self._resting = self._resting, None
         if resting is not None:
             self._compare_resting(resting)
+        self._put_back()  # if a step ended in an error, without before_update()
         if self._policy.collectives and self.is_due:
             for group in self._groups():
                 self._replace(group)
@@ -146,12 +149,7 @@ class IntegrityChecks:
         """
         due = self.is_due
         self._findings.reduced = []
-        if self._policy.collectives and due:
-            for group in self._groups():
-                group.gathering.set_comm(
-                    group.policies.wire.all_gather(group.mesh_info.shard_process_group)
-                )
-                group.gradients.change(comm=None)
+        self._put_back()
         for name, value in (("loss", loss), ("norm", norm)):
             if value is not None:
                 self._compare_range(name, float(value))
@@ -219,11 +217,19 @@ class IntegrityChecks:
         names = [param.name for param in group.params]
         gathered = [rank_major(tuple([param.sent for param in group.params]), ranks)]
         reduced = rank_major(tuple([p.grad_spec for p in group.params]), ranks, len(names))
+        self._replaced.append((group, group.gathering.config.comm, group.gradients.settings.comm))
         name = group.name or "the root"
         gathers = [Parts(names, layout) for layout in gathered]
         reduces = [Parts(names, reduced)]
         group.gathering.set_comm(self.all_gather(name, gathers, self._findings))
         group.gradients.change(comm=self.reduce_scatter(name, reduces, self._findings))
+
+    def _put_back(self) -> None:
+        """Let each group gather and reduce as it did before ``_replace``."""
+        replaced, self._replaced = self._replaced, []
+        for group, all_gather, reduce_scatter in replaced:
+            group.gathering.set_comm(all_gather)
+            group.gradients.change(comm=reduce_scatter)
 
     def _at_rest(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield the stage, the parameter and this rank's part of all that a step changes."""
