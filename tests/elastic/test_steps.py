@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.elastic import ElasticOptions, Lighthouse, ReplicaGroupError, ReplicaGroups
 from fullshard.elastic.links import Links
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import fully_shard
+from fullshard.sharding import ShardingPlacements, fully_shard
 from fullshard.sharding.spi import local_shard
 from fullshard.wire import WirePolicy
 from support.elastic.in_world import replica_groups
@@ -328,6 +329,54 @@ def test_groups_with_other_models_are_named(differs: str) -> None:
         groups.carry(model, make_optimizer(model))
         with pytest.raises(ReplicaGroupError, match=r"a and b|b and a"):
             groups.begin()
+
+
+def _on_two_axes(own: int, sizes: list[int], placements: Any) -> Any:
+    first = sum(sizes[:own])
+    places = torch.arange(first, first + sizes[own]).view(2, -1)
+    names = (f"outer{own}", f"inner{own}")
+    if placements is not None:
+        placements = ShardingPlacements(**dict.fromkeys(placements, names[1]))
+    return DeviceMesh("cpu", places, mesh_dim_names=names), placements
+
+
+@distributed(4)
+def test_groups_with_other_meshes_are_named_before_any_reduction() -> None:
+    with replica_groups([2, 2]) as (groups, mesh, own):
+        made = [_on_two_axes(place, [2, 2], None)[0] for place in (0, 1)]  # by all ranks
+        model = sharded(groups, made[0] if own == 0 else mesh, seed=0)
+        groups.carry(model, make_optimizer(model))
+        with pytest.raises(
+            ReplicaGroupError, match=r"a of 2 ranks over ranks \[0, 1\] as \(2, 1\)"
+        ):
+            groups.begin()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("placements", [None, ("compute", "gradients"), ("compute",)])
+@distributed(8)
+def test_groups_with_equal_meshes_of_two_axes_add_what_the_unsharded_model_has(
+    placements: Any,
+) -> None:
+    sizes = [4, 4]
+    with replica_groups(sizes) as (groups, _, own):
+        meshes = [_on_two_axes(place, sizes, placements) for place in (0, 1)]
+        mesh, placed = meshes[own]
+        options = {} if placed is None else {"placements": placed}
+        model = sharded(groups, mesh, seed=0, **options)
+        optimizer = make_optimizer(model)
+        groups.carry(model, optimizer)
+        rank = dist.get_rank() % 4
+        for contributors in (1, 2):
+            step = groups.begin()
+            assert len(step.contributors) == contributors
+            optimizer.zero_grad()
+            for is_last in (False, True):
+                model.set_is_last_backward(is_last)
+                (loss_of(model, own, rank, 4) / 2).backward()
+            assert groups.commit()
+        for name, gradient in defined(sizes, 0, average=True).items():
+            torch.testing.assert_close(full(dict(model.named_parameters())[name].grad), gradient)
 
 
 def _reduces_fewer(sizes: list[int]) -> str:

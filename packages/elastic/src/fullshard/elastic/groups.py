@@ -88,6 +88,7 @@ class ReplicaGroups:
         coordinator: Coordinator | None = None,
     ) -> None:
         self._options = options
+        self._process_group = process_group
         self._rank = dist.get_rank(process_group)
         self._ranks = dist.get_world_size(process_group)
         made = TorchftCoordinator(options, process_group) if coordinator is None else coordinator
@@ -227,6 +228,7 @@ class ReplicaGroups:
             batches=self._batches,
             lineage=self._lineage,
             model=state.digest(),
+            mesh=state.mesh(self._process_group),
         )
         try:
             roster, store = meet(quorum, own, self._rank, self._options.timeout)
@@ -359,6 +361,15 @@ def _require_alike(roster: Roster) -> None:
                 f"replica groups {own.name} and {member.name} differ in names, shapes or dtypes of "
                 "parameters, in which of them are trainable, or in which modules are sharded; "
                 "build and shard one model in all groups"
+            )
+        if member.mesh != own.mesh or (own.mesh and member.ranks != own.ranks):
+            described = [
+                f"{each.name} of {each.ranks} ranks over {each.mesh or 'all of them'}"
+                for each in (own, member)
+            ]
+            raise ReplicaGroupError(
+                f"replica groups shard over different meshes: {' and '.join(described)}; give all "
+                "groups one mesh with equal placements, or shard over all ranks of each group"
             )
     names = [member.name for member in roster.members]
     if len(set(names)) < len(names):

@@ -78,6 +78,7 @@ class Member:
         batches: how many batches were in them.
         lineage: see [Note: lineage].
         model: a digest of names, shapes and dtypes of the parameters.
+        mesh: over which ranks the model is sharded; empty: over all ranks of the group, in order.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Member:
     batches: int
     lineage: str
     model: str
+    mesh: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,7 @@ class Roster:
                     batches=batches,
                     lineage=lineage,
                     model=each.model,
+                    mesh=each.mesh,
                 )
                 for each in self.members
             ]

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from fullshard.checkpoint import (
@@ -23,7 +24,7 @@ from fullshard.checkpoint import (
 )
 from fullshard.checkpoint.spi import Box, as_cut, box_here
 from fullshard.sharding import FSDPModule
-from fullshard.sharding.spi import local_shard, sharded_of, spec_of
+from fullshard.sharding.spi import groups_of, local_shard, sharded_of, spec_of
 
 __all__ = ["ReplicaState", "Stateful", "Tensors"]
 
@@ -84,6 +85,24 @@ class ReplicaState:
         sharded = [n for n, m in self._model.named_modules() if isinstance(m, FSDPModule)]
         text = repr((found, sharded))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def mesh(self, process_group: dist.ProcessGroup | None) -> str:
+        """Return the ranks that sharded modules are cut over; empty if all, once and in order.
+
+        Slices of such groups can be cut again for any number of ranks. A mesh of several axes gives
+        slices that only a group with an equal mesh has.
+        """
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        found: dict[str, None] = {}
+        for module in self._model.modules():
+            for group in groups_of(module) if isinstance(module, FSDPModule) else ():
+                mesh = group.mesh_info.mesh
+                places = [ranks.index(rank) for rank in mesh.mesh.flatten().tolist()]
+                cut = group.mesh_info.placements(0)
+                whole = places == list(range(len(ranks))) and cut == (Shard(0),)
+                text = "" if whole else f"ranks {places} as {tuple(mesh.shape)}, {cut}"
+                found[text] = None
+        return "; ".join(found)
 
     @torch.no_grad()
     def export(self) -> tuple[Any, Tensors]:
