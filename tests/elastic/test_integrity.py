@@ -122,8 +122,7 @@ class _CountedReduce(DefaultReduceScatter):
 
 @distributed(2)
 def test_own_collectives_are_back_after_a_checked_step_also_after_an_error() -> None:
-    model = nn.Linear(4, 2)
-    fully_shard(model, mesh=cpu_mesh())
+    model: Any = fully_shard(nn.Linear(4, 2), mesh=cpu_mesh())
     gather, reduce = _CountedGather(), _CountedReduce()
     model.set_custom_all_gather(gather)
     model.set_custom_reduce_scatter(reduce)
@@ -149,9 +148,8 @@ def test_shards_that_a_second_axis_cuts_again_are_no_replicas(gradients: str | N
     trained = []
     for every in (1, 1000):
         torch.manual_seed(0)
-        model = nn.Linear(4, 6)
         placements = ShardingPlacements(compute="inner", gradients=gradients)
-        fully_shard(model, mesh=mesh, placements=placements)
+        model: Any = fully_shard(nn.Linear(4, 6), mesh=mesh, placements=placements)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         checks = IntegrityChecks(model, optimizer, IntegrityPolicy(every=every))
         for step in range(2):

@@ -93,7 +93,7 @@ def test_narrow_gradients_are_near_those_of_the_unsharded_model(form: str) -> No
             options["wire"] = WirePolicy(reductions=torch.bfloat16)
         if form == "reduce dtype":
             options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-        model = sharded(groups, mesh, seed=0, **options)
+        model: Any = sharded(groups, mesh, seed=0, **options)
         optimizer = make_optimizer(model)
         groups.carry(model, optimizer)
         for _ in range(2):
@@ -171,7 +171,7 @@ def test_a_rank_that_cannot_connect_drops_the_step_on_all_groups_at_once() -> No
         model = sharded(groups, mesh, seed=0)
         groups.carry(model, make_optimizer(model))
         groups.load_state_dict({"steps": 0, "batches": 0, "lineage": "of both"})
-        committed = []
+        committed: list[bool] = []
         while not any(committed):
             step = groups.begin()
             loss_of(model, own, mesh.get_local_rank(), 2).backward()
@@ -363,7 +363,7 @@ def test_groups_with_equal_meshes_of_two_axes_add_what_the_unsharded_model_has(
         meshes = [_on_two_axes(place, sizes, placements) for place in (0, 1)]
         mesh, placed = meshes[own]
         options = {} if placed is None else {"placements": placed}
-        model = sharded(groups, mesh, seed=0, **options)
+        model: Any = sharded(groups, mesh, seed=0, **options)
         optimizer = make_optimizer(model)
         groups.carry(model, optimizer)
         rank = dist.get_rank() % 4

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fullshard.comm import CollectiveMismatchError
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.preflight import Verdict, verify
+from fullshard.preflight.compat import default_store
 from fullshard.preflight.verification import agree, room
 from fullshard.sharding import FSDPModule, fully_shard
 from support.parity.models import CASES, Case
@@ -273,6 +275,30 @@ def test_ranks_that_fail_at_once_all_raise_and_stay_in_step() -> None:
                 said[1 - first]
                 == f"rank {first} stopped the verification: OSError: on rank {first}"
             )
+
+
+@distributed(2)
+def test_an_error_that_only_repeats_the_error_of_another_rank_is_not_the_cause() -> None:
+    fail, store, rank = agree._Part.fail, default_store(), dist.get_rank()
+
+    def fail_and_say(self: Any, text: str, **kwargs: Any) -> None:
+        fail(self, text, **kwargs)
+        store.set(f"failed/{rank}", "")
+
+    def fails() -> None:
+        if rank == 0:
+            raise CollectiveMismatchError("rank 1 raised OSError: no luck")
+        store.wait(["failed/0"])
+        raise OSError("no luck")
+
+    with (
+        mock.patch.object(agree._Part, "fail", fail_and_say),
+        pytest.raises((OSError, RuntimeError)) as caught,
+    ):
+        agree.jointly(fails)
+    assert (
+        str(caught.value) == ["rank 1 stopped the verification: OSError: no luck", "no luck"][rank]
+    )
 
 
 @distributed(2)

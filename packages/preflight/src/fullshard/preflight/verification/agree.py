@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from fullshard.comm import CollectiveMismatchError
 from fullshard.preflight.compat import DispatchMode, default_store
 
 __all__ = ["Alone", "everyones", "from_first", "jointly", "raise_together"]
@@ -77,7 +78,7 @@ def jointly(run: Callable[[], _T]) -> _T:
         part.end()
         part.wait_for_all()
     else:
-        part.fail(_text(failure))
+        part.fail(_text(failure), repeats=isinstance(failure, CollectiveMismatchError))
         part.wait_for_all(PATIENCE)
     if told := part.failure():
         if failure is not None and told[1] == _text(failure):
@@ -133,14 +134,15 @@ class Alone(DispatchMode):
 class _Part:
     """A record, outside of the collectives, of ranks that ended a part, and of the first error.
 
+    An error that repeats the error of another rank counts only if no rank has an error of its own.
     The record is in the store of the process group.
     """
 
     def __init__(self, number: int) -> None:
         self._world, self._rank = dist.get_world_size(), dist.get_rank()
         self._store = default_store()
-        self._ended, self._all, self._failed, self._first = (
-            f"fullshard.preflight/{number}/{what}" for what in ("ended", "all", "failed", "first")
+        self._ended, self._all, self._own, self._repeated = (
+            f"fullshard.preflight/{number}/{what}" for what in ("ended", "all", "own", "repeated")
         )
 
     def end(self) -> None:
@@ -148,26 +150,32 @@ class _Part:
         if self._store.add(self._ended, 1) == self._world:
             self._store.set(self._all, "")
 
-    def fail(self, text: str) -> None:
-        """Write that this rank ended with an error."""
-        if self._store.add(self._failed, 1) == 1:
-            self._store.set(self._first, f"{self._rank} {text}")
+    def fail(self, text: str, *, repeats: bool) -> None:
+        """Write that this rank ended with an error, or with one that ``repeats`` another rank's."""
+        kind = self._repeated if repeats else self._own
+        if self._store.add(f"{kind}/ranks", 1) == 1:
+            self._store.set(kind, f"{self._rank} {text}")
         self.end()
 
     def failure(self) -> tuple[int, str] | None:
         """Return which rank was the first with an error, and its text; None if none was."""
-        if not self._store.check([self._failed]):
-            return None
-        told = self._store.get(self._first).decode()  # which waits until it is set
-        rank, _, text = told.partition(" ")
-        return int(rank), text
+        for kind in (self._own, self._repeated):
+            if self._store.check([f"{kind}/ranks"]):
+                rank, _, text = self._store.get(kind).decode().partition(" ")  # waits until set
+                return int(rank), text
+        return None
 
     def wait_for_all(self, patience: float | None = None) -> None:
-        """Wait for all ranks to end, ``patience`` seconds; None: or until one has an error."""
+        """Wait for all ranks to end, ``patience`` seconds; None: or until one has an error.
+
+        An error that repeats another's ends the wait of None after ``PATIENCE`` seconds.
+        """
         end = math.inf if patience is None else time.monotonic() + patience
         pause = 1e-4
         while not self._store.check([self._all]) and time.monotonic() < end:
-            if patience is None and self._store.check([self._failed]):
+            if patience is None and self._store.check([f"{self._own}/ranks"]):
                 return
+            if end == math.inf and self._store.check([f"{self._repeated}/ranks"]):
+                end = time.monotonic() + PATIENCE
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
