@@ -25,7 +25,7 @@ from fullshard.sharding.hooks.lookup import groups_of, state_of, the_states
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.hooks.static_schedule import StaticSchedule
 from fullshard.sharding.mesh.mesh_info import device_of_mesh, device_type_of
-from fullshard.sharding.mesh.placements import Accumulate
+from fullshard.sharding.mesh.placements import EarlyReduction
 from fullshard.sharding.mesh.subgroups import known_subgroup
 from fullshard.sharding.optim.rules import STEP_NUMBERS, steps_on_plain
 from fullshard.sharding.optim.shadow_optimizer import ShadowOptimizer
@@ -36,8 +36,8 @@ from fullshard.sharding.reduce.strategies import PlainReduce
 __all__ = [
     "PLAIN",
     "STEP_NUMBERS",
-    "Accumulate",
     "Comparison",
+    "EarlyReduction",
     "HeldStep",
     "Mode",
     "ModuleState",

@@ -16,7 +16,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.comm import AllGather, ReduceScatter
@@ -248,13 +248,8 @@ class IntegrityChecks:
             self._found(stage, name, "it changed after the optimizer stepped")
 
     def _replicated(self) -> list[FSDPParamGroup]:
-        """Return the groups with replicas; a second axis may also cut shards again."""
-        return [
-            each
-            for each in self._groups()
-            if isinstance(each.mesh_info, HSDPMeshInfo)
-            and Replicate() in each.mesh_info.placements(0)
-        ]
+        """Return the groups with replicas."""
+        return [each for each in self._groups() if isinstance(each.mesh_info, HSDPMeshInfo)]
 
     def _compare_replicas(self) -> None:
         """Compare with the other replicas; the ranks of the rarest bits are named."""

@@ -38,7 +38,7 @@ from fullshard.preflight.simulation.host import offloading
 from fullshard.preflight.simulation.streams import Machine
 from fullshard.preflight.verification.program import adamw
 from fullshard.sharding import FSDPModule
-from fullshard.sharding.spi import Accumulate, groups_of
+from fullshard.sharding.spi import EarlyReduction, groups_of
 
 __all__ = ["PlanError", "plan", "shard_blocks"]
 
@@ -247,7 +247,7 @@ class _Run:
         self._micro_batches = micro_batches
         self._announces: FSDPModule | None = None  # if placements ask which backward is the last
         groups = groups_of(model, recurse=True) if isinstance(model, FSDPModule) else ()
-        if any(each.gradients.accumulate is not Accumulate.ALL for each in groups) or any(
+        if any(each.gradients.early_reduction is not EarlyReduction.ALL for each in groups) or any(
             each.gathering.keeps_copies for each in groups
         ):
             assert isinstance(model, FSDPModule), "it has groups"

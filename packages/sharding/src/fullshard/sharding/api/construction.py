@@ -66,7 +66,7 @@ def construct(
             release_replaced(made[param])
         attach_state_dict_hooks(group, {place.module for p in group.params for place in p.places})
         group.gathering.keep_full(placed.keeps_full)
-        group.gradients.accumulate = placed.accumulate
+        group.gradients.early_reduction = placed.early_reduction
         group.reshard_to(post_forward.get(group.mesh_info.shard_process_group))
     _move_buffers(modules, device)
     borrowed = []

@@ -162,7 +162,7 @@ class StepSettings:
         for state, each in zip(states, placed, strict=True):
             for group in state.own_groups:
                 group.gathering.keep_full(each.keeps_full)
-                group.gradients.accumulate = each.accumulate
+                group.gradients.early_reduction = each.early_reduction
                 group.gradients.announce_last(state.context.is_last_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:

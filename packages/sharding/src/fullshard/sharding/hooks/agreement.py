@@ -180,7 +180,7 @@ def _signature(
             f"sums only: {settings.force_sum}, hosts: {getattr(group.policies.wire, 'hosts', None)}"
             f", storage kept: {group.gathering.keeps_storage}, full parameters kept: "
             f"{group.gathering.keeps_full}, gradients that wait reduced over: "
-            f"{group.gradients.accumulate.value}"
+            f"{group.gradients.early_reduction.value}"
         )
     lines.append(f"the end of module {name!r} with {count} parameters of its own")
     lines.append(

@@ -121,12 +121,13 @@ class FSDPMeshInfo:
                 f"mesh of {name} is a {type(self.mesh).__name__}; pass a "
                 "torch.distributed.device_mesh.DeviceMesh"
             )
-        given = (self.shard_mesh_dim, self.replicate_mesh_dim)
         axes = {getattr(self, axis) for axis in self._axes}
-        if axes != {*range(self.mesh.ndim)} or given.count(None) != 2 - self.mesh.ndim:
+        given = {axis: getattr(self, axis) for axis in ("shard_mesh_dim", "replicate_mesh_dim")}
+        strays = [axis for axis in given if axis not in self._axes and given[axis] is not None]
+        if axes != {*range(self.mesh.ndim)} or strays:
             raise ValueError(
-                f"{name} got a mesh of shape {tuple(self.mesh.shape)} with shard_mesh_dim="
-                f"{given[0]} and replicate_mesh_dim={given[1]}; it takes a mesh of "
+                f"{name} got a mesh of shape {tuple(self.mesh.shape)} with "
+                f"{' and '.join(f'{axis}={given[axis]}' for axis in given)}; it takes a mesh of "
                 f"{len(self._axes)} axes, given by {' and '.join(self._axes)}. A slice of a larger "
                 "one, mesh['name'], has fewer axes; FSDPMeshInfo shards, HSDPMeshInfo also "
                 "replicates, DDPMeshInfo only replicates"
@@ -162,9 +163,8 @@ class FSDPMeshInfo:
 
     @property
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Every process group over which this rank communicates: shards, then replicas."""
-        axes = (self.shard_mesh_dim, self.replicate_mesh_dim)
-        return tuple(self.mesh.get_group(axis) for axis in axes if axis is not None)
+        """Every process group over which this rank communicates: shards, then the second axis."""
+        return tuple(self.mesh.get_group(getattr(self, axis)) for axis in self._axes)
 
     @property
     def data_parallel_size(self) -> int:
@@ -214,7 +214,7 @@ class HSDPMeshInfo(FSDPMeshInfo):
 
 
 @dataclass(frozen=True)
-class TwoLevelMeshInfo(HSDPMeshInfo):
+class TwoLevelMeshInfo(FSDPMeshInfo):
     """A 2-D mesh that cuts parameters over its first axis, and each part over its second axis.
 
     Full parameters are gathered over the first axis, from *compute shards*. The optimizer sees the
@@ -222,11 +222,12 @@ class TwoLevelMeshInfo(HSDPMeshInfo):
 
     Attributes:
         shard_mesh_dim: the axis over which compute shards are gathered.
-        replicate_mesh_dim: the axis over which a compute shard is cut again, instead of replicated.
+        second_mesh_dim: the axis over which a compute shard is cut again.
     """
 
-    shard_mesh_dim: int | None = 0
-    replicate_mesh_dim: int | None = 1
+    second_mesh_dim: int = 1
+
+    _axes: ClassVar[tuple[str, ...]] = ("shard_mesh_dim", "second_mesh_dim")
 
     @cached_property
     def second(self) -> FSDPMeshInfo:

@@ -22,12 +22,12 @@ from fullshard.sharding.base.compat import concatenated_mesh
 from fullshard.sharding.mesh.mesh_axes import nested_mesh, one_axis
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, HSDPMeshInfo, TwoLevelMeshInfo
 
-__all__ = ["Accumulate", "Placed", "ShardingPlacements", "placed_anew"]
+__all__ = ["EarlyReduction", "Placed", "ShardingPlacements", "placed_anew"]
 
 _Axes = tuple[str, ...]
 
 
-class Accumulate(Enum):
+class EarlyReduction(Enum):
     """Over which axes gradients are reduced in a backward that is not the last of a step."""
 
     NONE = "none"
@@ -42,12 +42,12 @@ class Placed:
     Attributes:
         mesh_info: the mesh, as the engine sees it.
         keeps_full: whether full parameters outlive a reshard within a step.
-        accumulate: where gradients wait for the last backward of a step.
+        early_reduction: the axes over which a backward that is not the last of a step reduces.
     """
 
     mesh_info: FSDPMeshInfo
     keeps_full: bool = False
-    accumulate: Accumulate = Accumulate.ALL
+    early_reduction: EarlyReduction = EarlyReduction.ALL
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,10 @@ class ShardingPlacements:
         else:
             flat = mesh if mesh.ndim == 1 else one_axis(mesh, names)
             mesh_info = FSDPMeshInfo(flat, placed_on=mesh)
-        accumulate = Accumulate.NONE if not gradients else Accumulate.ALL
+        early_reduction = EarlyReduction.NONE if not gradients else EarlyReduction.ALL
         if gradients and gradients != optimizer:
-            accumulate = Accumulate.FIRST
-        return Placed(mesh_info, keeps_full=not compute, accumulate=accumulate)
+            early_reduction = EarlyReduction.FIRST
+        return Placed(mesh_info, keeps_full=not compute, early_reduction=early_reduction)
 
     def _axes(self, field: str, among: _Axes, default: _Axes) -> _Axes:
         """Return the axes of ``field``, a prefix or suffix of ``among``."""

@@ -31,7 +31,7 @@ from fullshard.comm import (
 )
 from fullshard.comm.spi import backend_averages, coalesced_cap_mb, rank_major
 from fullshard.sharding.mesh.mesh_info import HSDPMeshInfo, TwoLevelMeshInfo
-from fullshard.sharding.mesh.placements import Accumulate
+from fullshard.sharding.mesh.placements import EarlyReduction
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import WireForms
 from fullshard.sharding.reduce.accumulation import Accumulation
@@ -86,7 +86,7 @@ class GroupGradients:
         self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
         self.in_unsynced_backward = False
         self.bucket: CoalescedReduction | None = None
-        self.accumulate = Accumulate.ALL
+        self.early_reduction = EarlyReduction.ALL
         self._shared = shared
         self._default_comm = default_reduce_scatter(mesh_info.shard_process_group)
         self.settings = ReduceSettings(
@@ -95,16 +95,16 @@ class GroupGradients:
         )
         self.strategy = PlainReduce()
         if isinstance(mesh_info, TwoLevelMeshInfo):
-            self.strategy = TwoLevelReduce(mesh_info.replicate_process_group)
+            self.strategy = TwoLevelReduce(mesh_info.second.shard_process_group)
         elif isinstance(mesh_info, HSDPMeshInfo):
             self.strategy = HybridReduce(mesh_info.replicate_process_group)
         self._setups: dict[tuple[bool, ...], Sequence[ReductionSetup]] = {}
 
     def announce_last(self, is_last: bool) -> None:
         """Note whether the next backward is the last of a step; others reduce less if so asked."""
-        waits = Accumulate.ALL if is_last else self.accumulate
-        self.accumulation.waits_for_last = waits is Accumulate.NONE
-        self.strategy.wait_for_last(waits is Accumulate.FIRST)
+        waits = EarlyReduction.ALL if is_last else self.early_reduction
+        self.accumulation.waits_for_last = waits is EarlyReduction.NONE
+        self.strategy.wait_for_last(waits is EarlyReduction.FIRST)
 
     def share(self, shared: SharedComm) -> None:
         """Make the reductions run on the streams of a root and wait in its queue."""
@@ -190,12 +190,12 @@ class GroupGradients:
             process_group=settings.process_group,
             streams=self._shared.streams,
             device=self.device,
-            scaling=replace(scaling, post=1.0) if self.strategy.has_all_reduce else scaling,
+            scaling=replace(scaling, post=1.0) if self.strategy.has_second_reduction else scaling,
             name=self.name,
             inputs_in_flight=settings.max_inputs,
             source=self._shared.source,
         )
-        ends_here = settings.hook is None and not self.strategy.has_all_reduce
+        ends_here = settings.hook is None and not self.strategy.has_second_reduction
         alone = config.collective.offers.aliases_input(config.process_group)
         aliases = ends_here and alone and scaling.is_identity
         varies = isinstance(settings.divide_factor, torch.Tensor)
@@ -230,7 +230,7 @@ class GroupGradients:
             self.accumulation.stash()
         self.accumulation.end_of_backward(waiting=waiting)
         self.in_unsynced_backward |= self.in_backward and not self.reduced
-        if self.strategy.has_all_reduce:
+        if self.strategy.has_second_reduction:
             self.strategy.end_of_backward()
         self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
         return late and (

@@ -142,7 +142,7 @@ class _Pending:
     Attributes:
         setup: what it carries.
         in_flight: the reduce-scatter, with what follows it.
-        all_reduce_enabled: whether it gives gradients; else they are kept for a later one.
+        gives_gradients: whether it gives gradients; else they are kept for a later one.
         used_here: whether this rank had a gradient for each, if it lacked one, so that the
             used-parameter mask has to be read.
         staged: the parameters that some rank used, and what becomes their gradients.
@@ -150,13 +150,13 @@ class _Pending:
 
     setup: ReductionSetup
     in_flight: InFlight
-    all_reduce_enabled: bool
+    gives_gradients: bool
     used_here: Sequence[bool] | None
     staged: list[tuple[FSDPParam, torch.Tensor]] = field(default_factory=list)
 
     def stage_out(self, result: ReducedShards, used: Sequence[bool] | None) -> None:
         """Begin to bring the gradients of the ``used`` parameters where they live; None: all."""
-        if not self.all_reduce_enabled:
+        if not self.gives_gradients:
             return
         given = zip(self.setup.params, result.shards, strict=True)
         for param, shard in given if used is None else compress(given, used):
@@ -209,7 +209,7 @@ class ReductionQueue:
             reduction = _Pending(
                 setup=setup,
                 in_flight=setup.launch(gradients),
-                all_reduce_enabled=setup.strategy.all_reduce_enabled,
+                gives_gradients=setup.strategy.gives_gradients,
                 used_here=None if setup.settings.zero_unused or all(used_here) else used_here,
             )
             self._pending.append(reduction)
@@ -228,12 +228,12 @@ class ReductionQueue:
         # launched before the first is waited for, and they travel at the same time. A plain
         # reduction has nothing to launch: `wait` below is the only wait for it, on every device.
         for reduction in pending:
-            if reduction.setup.strategy.has_all_reduce:
+            if reduction.setup.strategy.has_second_reduction:
                 reduction.in_flight.finish()
         results, lacking = [], []
         for reduction in pending:
             result = reduction.in_flight.wait()
-            if reduction.all_reduce_enabled and reduction.setup.settings.hook is not None:
+            if reduction.gives_gradients and reduction.setup.settings.hook is not None:
                 _call_hook(reduction.setup, result.output)
             results.append(result)
             if reduction.used_here is not None:
@@ -251,7 +251,7 @@ class ReductionQueue:
             for param in params:  # a hook may raise, so no gradient waits for it
                 for hook in list(hooks_after_accumulation(param).values()):
                     hook(param)
-            for name in reduction.setup.names if reduction.all_reduce_enabled and LISTENERS else ():
+            for name in reduction.setup.names if reduction.gives_gradients and LISTENERS else ():
                 emit(EventKind.REDUCE_DONE, name, rank=reduction.setup.rank)
 
     def seal(self) -> None:

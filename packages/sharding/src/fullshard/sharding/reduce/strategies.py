@@ -4,8 +4,8 @@
 ``ReducePlan`` launches is the whole reduction. ``AliasReduce`` uses the gradients of a world of one
 directly. ``HybridReduce`` also reduces over replicas (HSDP). ``TwoLevelReduce`` reduces over one
 axis of a mesh, then over the other, and cuts each time. The engine asks a strategy only whether
-anything follows the reduce-scatter, where torch's ``fully_shard`` passes flags and optional groups
-down one long function.
+a second reduction follows the reduce-scatter, where torch's ``fully_shard`` passes flags and
+optional groups down one long function.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class PlainReduce:
     """A reduce-scatter is all there is, as each shard is held once; see [Note: reduce strategies].
 
     Attributes:
-        all_reduce_enabled: whether reductions give gradients now, or keep them for a later one.
-        has_all_reduce: whether anything follows the reduce-scatter.
+        gives_gradients: whether reductions give gradients now, or keep them for a later one.
+        has_second_reduction: whether a second reduction follows the reduce-scatter.
     """
 
-    all_reduce_enabled = True
-    has_all_reduce = False
+    gives_gradients = True
+    has_second_reduction = False
 
     def launch_of(
         self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
@@ -83,7 +83,7 @@ class PlainReduce:
     @property
     def owes(self) -> bool:
         """Whether a later reduction must come, also if no backward reaches the group again."""
-        return self.unsynced and self.all_reduce_enabled
+        return self.unsynced and self.gives_gradients
 
     def synchronise(self, enabled: bool) -> None:
         """Turn what follows the reduce-scatter on or off."""
@@ -131,23 +131,23 @@ class AliasReduce(PlainReduce):
         return ReduceInFlight(plan, None, config.streams.record(), result=result)
 
 
-# -- replicas -------------------------------------------------------------------------------------
+# -- two reductions -------------------------------------------------------------------------------
 
 _Key = tuple[tuple[FSDPParam, ...], torch.dtype]  # which parameters, in which dtype
 _Follower = Callable[..., AllReduceInFlight]  # of a reduction, and ``partial=`` to add before
 
 
-class HybridReduce(PlainReduce):
-    """Shards are replicated (HSDP): each reduced shard is averaged over its replicas.
+class _TwoReductions(PlainReduce):
+    """A second reduction, over the other axis of a mesh, follows each reduce-scatter.
 
-    Without synchronisation, partial results stay in the reduce dtype and in the layout of their
-    reduction, until one with it adds them.
+    While the second is off, partial results stay in the reduce dtype and in the layout of the first
+    reduction, until a second one adds them.
     """
 
-    has_all_reduce = True
+    has_second_reduction = True
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        """Start with the all-reduce on."""
+        """Start with the second reduction on. ``process_group``: of the other axis."""
         self._process_group = process_group
         self._synchronises, self._waits_for_last = True, False
         self._partial: dict[_Key, torch.Tensor] = {}
@@ -157,20 +157,20 @@ class HybridReduce(PlainReduce):
 
     @property
     def unsynced(self) -> bool:
-        """Whether partial results wait for an all-reduce."""
+        """Whether partial results wait for a second reduction."""
         return bool(self._partial or self._ended)
 
     def launch_of(
         self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
     ) -> Launch:
-        """Return a function whose reductions are all-reduced, or kept for a later one."""
+        """Return a function whose results are reduced again, or kept for a later reduction."""
         return partial(self._launch, plan, params, self._follower(plan, params, scaling))
 
     def _follower(
         self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
     ) -> _Follower:
-        """Return the function that launches what follows a reduce-scatter of ``plan``."""
-        return partial(all_reduce_shards, process_group=self._process_group, scaling=scaling)
+        """Return the function that launches the second reduction, after one of ``plan``."""
+        raise NotImplementedError
 
     def _launch(
         self,
@@ -179,14 +179,14 @@ class HybridReduce(PlainReduce):
         follow: _Follower,
         gradients: Gradients,
     ) -> InFlight:
-        """Return the reduction with its all-reduce, or one that is kept for a later one."""
+        """Return both reductions, or the first, which is kept for a later one."""
         for key, earlier in self._ended:
             output = earlier.wait().output
             self._partial[key] = self._partial[key].add_(output) if key in self._partial else output
         self._ended.clear()
         reduction = plan.launch(gradients)
         key = (params, plan.layout.buffer.dtype)
-        if not self.all_reduce_enabled:
+        if not self.gives_gradients:
             self._begun.append((key, reduction))
             return reduction
         # a backward may reduce twice; see [Note: one reduction]
@@ -195,17 +195,17 @@ class HybridReduce(PlainReduce):
         return follow(reduction, partial=partial_sum)
 
     def synchronise(self, enabled: bool) -> None:
-        """Turn the all-reduce on or off."""
+        """Turn the second reduction on or off."""
         self._synchronises = enabled
-        self.all_reduce_enabled = enabled and not self._waits_for_last
+        self.gives_gradients = enabled and not self._waits_for_last
 
     def wait_for_last(self, waits: bool) -> None:
-        """Let no all-reduce follow in the present backward, which is not the last of a step."""
+        """Leave out the second in the present backward, which is not the last of a step."""
         self._waits_for_last = waits
-        self.all_reduce_enabled = self._synchronises and not waits
+        self.gives_gradients = self._synchronises and not waits
 
     def end_of_backward(self) -> None:
-        """Drop gradients that travelled in an all-reduce, and keep the others."""
+        """Drop gradients that a second reduction added, and keep the others."""
         self._ended += self._begun
         self._begun.clear()
         for key in self._sent:
@@ -221,15 +221,18 @@ class HybridReduce(PlainReduce):
             self._ended.clear()
 
 
-# -- two levels -----------------------------------------------------------------------------------
+class HybridReduce(_TwoReductions):
+    """Shards are replicated (HSDP): each reduced shard is averaged over its replicas."""
+
+    def _follower(
+        self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
+    ) -> _Follower:
+        """Return the function that launches an all-reduce over replicas."""
+        return partial(all_reduce_shards, process_group=self._process_group, scaling=scaling)
 
 
-class TwoLevelReduce(HybridReduce):
-    """Shards are cut again over the second axis of the mesh: another reduce-scatter follows.
-
-    Without synchronisation, partial results stay whole over the second axis, as in
-    ``HybridReduce``.
-    """
+class TwoLevelReduce(_TwoReductions):
+    """Shards are cut again over the second axis of the mesh: another reduce-scatter follows."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         """Start with the second reduction on. ``process_group``: of the second axis."""
