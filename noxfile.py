@@ -31,9 +31,10 @@ SOURCES = os.pathsep.join(str(Path(member, "src").resolve()) for member in MEMBE
 VERSIONS = [("3.12", "2.11.0"), ("3.11", "2.13.0"), ("3.13", "2.15.0")]
 
 # Whole files beside each other: most tests wait for ranks, so one more than there are cores. A
-# later -n wins, and -n 0 is one process, as --pdb wants it.
+# later -n wins, and -n 0 is one process, as --pdb wants it. Files go in their order: by default the
+# files of few tests, which are the slowest ones, come last, and leave cores idle at the end.
 WORKERS = min((os.cpu_count() or 1) + 1, 8)
-PARALLEL = ("-q", "-n", str(WORKERS), "--dist", "loadfile")
+PARALLEL = ("-q", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
 # Workers and ranks are more than the cores, so a thread that spins takes time from the others.
 SHARED_CORES = {"OMP_WAIT_POLICY": "passive"}
 

@@ -245,7 +245,10 @@ def test_a_contestant_that_failed_is_reported_and_makes_the_exit_code_1(tmp_path
 @pytest.mark.parametrize(
     "network", [(), pytest.param(("--network", "1gbit"), marks=pytest.mark.matrix)], ids=len
 )
-@pytest.mark.parametrize(("stop", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("stop", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.matrix)],
+)
 def test_a_signal_ends_the_ranks_and_removes_the_hosts(
     stop: signal.Signals, code: int, network: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import os
@@ -20,10 +21,6 @@ LIBRARY = [module for member in MEMBERS if member.is_library for module in membe
 APPS = [module for member in MEMBERS if not member.is_library for module in member.modules()]
 
 MAX_LINES = 400
-
-
-def _each(modules: list[Module]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("module", modules, ids=lambda module: module.name)
 
 
 def _package(name: str) -> str:
@@ -47,21 +44,26 @@ def _rank(name: str) -> tuple[int, str]:
     return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
 
 
-@_each([module for module in LIBRARY if module.is_public])
-def test_the_public_names_are_sorted_and_each_has_a_docstring(module: Module) -> None:
-    imported = importlib.import_module(module.name)
-    names = imported.__all__
-    assert list(names) == sorted(set(names), key=_rank)
-    assert imported.__doc__
-    for name in names:
-        value = getattr(imported, name)
-        # A constant cannot carry a docstring, nor can a C function of torch: the text below it says
-        # what it is.
-        ours = inspect.isroutine(value) and not inspect.isbuiltin(value)
-        if inspect.isclass(value) or ours or inspect.ismodule(value):
-            assert inspect.getdoc(value), f"{module.name}.{name} has no docstring"
+def test_public_names_are_sorted_and_each_has_a_docstring() -> None:
+    bare = []
+    for module in LIBRARY:
+        if not module.is_public:
+            continue
+        imported = importlib.import_module(module.name)
+        names = imported.__all__
+        assert list(names) == sorted(set(names), key=_rank), module.name
+        assert imported.__doc__, module.name
+        for name in names:
+            value = getattr(imported, name)
+            # A constant cannot carry a docstring, nor can a C function of torch: the text below it
+            # says what it is.
+            ours = inspect.isroutine(value) and not inspect.isbuiltin(value)
+            if inspect.isclass(value) or ours or inspect.ismodule(value):
+                bare += [f"{module.name}.{name}"] * (not inspect.getdoc(value))
+    assert bare == []
 
 
+@functools.cache
 def _references(module: Module) -> set[str]:
     """Every imported name and every attribute chain, in full: ``torch.distributed.fsdp``."""
     chains = {f"{source}.{name}" if name else source for source, name in module.imports()}
@@ -75,43 +77,59 @@ def _references(module: Module) -> set[str]:
 RIVAL = "fullshard_bench.contestants.rival"
 
 
-@_each([module for module in LIBRARY + APPS if module.name != RIVAL])
-def test_torchs_own_fsdp_is_never_used(module: Module) -> None:
+def test_torchs_own_fsdp_is_never_used() -> None:
     rivals = ("torch.distributed.fsdp.", "torch.distributed._composable.")
     # the table of what was applied to a module, by which torch's replicate knows a sharded one
     register = "torch.distributed._composable.contract."
-    found = [name for name in _references(module) if not f"{name}.".startswith(register)]
-    assert [name for name in found if f"{name}.".startswith(rivals)] == []
+    uses = [
+        f"{module.name}: {name}"
+        for module in LIBRARY + APPS
+        if module.name != RIVAL
+        for name in _references(module)
+        if f"{name}.".startswith(rivals) and not f"{name}.".startswith(register)
+    ]
+    assert uses == []
 
 
-@_each(LIBRARY + APPS)
-def test_no_private_name_is_imported_from_another_package_of_ours(module: Module) -> None:
-    ours = _package(module.name)
-    for source, name in module.imports():
-        top = source.partition(".")[0]
-        if not top.startswith("fullshard") or _package(source) == ours:
-            continue
-        assert not _is_private(source), f"imports {source}"
-        assert name is None or not _is_private(name), f"imports {name} from {source}"
+def test_no_private_name_is_imported_from_another_package_of_ours() -> None:
+    imports = []
+    for module in LIBRARY + APPS:
+        ours = _package(module.name)
+        for source, name in module.imports():
+            top = source.partition(".")[0]
+            if not top.startswith("fullshard") or _package(source) == ours:
+                continue
+            if _is_private(source) or (name is not None and _is_private(name)):
+                imports.append(f"{module.name}: {name} of {source}")
+    assert imports == []
 
 
-@_each([module for module in LIBRARY if not module.name.endswith(".compat")])
-def test_torchs_private_names_are_used_in_compat_only(module: Module) -> None:
-    names = [name for name in _references(module) if name.startswith("torch.")]
-    assert [name for name in names if _is_private(name)] == []
+def test_torchs_private_names_are_used_in_compat_only() -> None:
+    uses = [
+        f"{module.name}: {name}"
+        for module in LIBRARY
+        if not module.name.endswith(".compat")
+        for name in _references(module)
+        if name.startswith("torch.") and _is_private(name)
+    ]
+    assert uses == []
 
 
-@_each(LIBRARY)
-def test_a_module_of_a_package_is_short_enough_to_read(module: Module) -> None:
-    lines = len(module.path.read_text().splitlines())
-    assert lines <= MAX_LINES
+def test_modules_of_packages_are_short_enough_to_read() -> None:
+    lines = {module.name: len(module.path.read_text().splitlines()) for module in LIBRARY}
+    assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
 
 
-@_each(LIBRARY)
-def test_a_package_never_prints(module: Module) -> None:
-    calls = [node.func for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
-    names = {call.id for call in calls if isinstance(call, ast.Name)}
-    assert not names & {"print", "breakpoint", "pprint"}
+def test_a_package_never_prints() -> None:
+    forbidden = {"print", "breakpoint", "pprint"}
+    calls = [
+        f"{module.name}: {node.func.id}"
+        for module in LIBRARY
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id in forbidden
+    ]
+    assert calls == []
 
 
 @pytest.fixture(scope="module")
