@@ -68,7 +68,7 @@ def test_a_state_dict_survives_each_pair_of_formats(
         assert (done.target, done.checked) == (kind, True)
         at = target
     _assert_equal(_read(at), _state())
-    assert sorted(each.name for each in tmp_path.glob("*.partial")) == []
+    assert sorted(each.name for each in tmp_path.glob(".*")) == []
 
 
 def test_safetensors_files_are_divided_by_size_and_read_by_the_library(tmp_path: Path) -> None:
@@ -323,3 +323,93 @@ def test_nothing_is_overwritten_and_a_failed_write_leaves_nothing(tmp_path: Path
         with pytest.raises(ConvertError, match=r"cannot be written: .*no space"):
             convert(source, tmp_path / kind, to=kind, progress=fail)
     assert [each.name for each in tmp_path.iterdir()] == ["a.pt"]
+
+
+@pytest.mark.parametrize("kind", SUFFIX)
+def test_a_tensor_that_is_read_back_and_differs_leaves_no_target(kind: str, tmp_path: Path) -> None:
+    torch.save(_state(), tmp_path / "a.pt")
+    source = open_checkpoint(tmp_path / "a.pt")
+    values = itertools.count()
+    changing = Entry(name="w", shape=(), dtype=torch.int64, read=lambda: torch.tensor(next(values)))
+    source = dataclasses.replace(source, entries=(changing,))
+    with pytest.raises(ConvertError, match=r"w was read back and is not equal to that of .*a\.pt"):
+        convert(source, tmp_path / f"b{SUFFIX[kind]}", to=kind)
+    assert [each.name for each in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_a_folder_of_the_user_with_a_similar_name_stays(tmp_path: Path) -> None:
+    torch.save(_state(), tmp_path / "a.pt")
+    (tmp_path / "weights.partial").mkdir()
+    convert(open_checkpoint(tmp_path / "a.pt"), tmp_path / "weights")
+    assert (tmp_path / "weights.partial").is_dir()
+
+
+@pytest.mark.parametrize("kind", SUFFIX)
+def test_a_target_below_a_file_is_refused(kind: str, tmp_path: Path) -> None:
+    torch.save(_state(), tmp_path / "a.pt")
+    target = tmp_path / "a.pt" / f"b{SUFFIX[kind]}"
+    with pytest.raises(ConvertError, match=r"b(\.pt)? cannot be written: .*File exists"):
+        convert(open_checkpoint(tmp_path / "a.pt"), target, to=kind)
+
+
+def test_an_error_of_torchs_writer_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(_state(), tmp_path / "a.pt")
+    source = open_checkpoint(tmp_path / "a.pt")
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("unexpected pos 768 vs 662")  # of a full disk
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(ConvertError, match=r"b\.pt cannot be written: unexpected pos"):
+        convert(source, tmp_path / "b.pt")
+
+
+def test_a_torch_target_needs_a_suffix_by_which_it_is_recognised(tmp_path: Path) -> None:
+    torch.save(_state(), tmp_path / "a.pt")
+    with pytest.raises(ConvertError, match=r"--to torch .*weights: use a file with a suffix \.pt"):
+        convert(open_checkpoint(tmp_path / "a.pt"), tmp_path / "weights", to="torch")
+    assert [each.name for each in tmp_path.iterdir()] == ["a.pt"]
+
+
+ODD: dict[str, tuple[Any, str]] = {
+    "sparse": ({"w": torch.eye(2).to_sparse()}, "has a sparse tensor, w; save it as a dense"),
+    "meta": ({"w": torch.empty(2, device="meta")}, "has a meta tensor, w"),
+    "two of one name": ({"3": torch.ones(1), 3: torch.ones(1)}, "has 3 twice"),
+    "no tensor": ({"step": 3}, "has no tensors; pass the folder or file"),
+    "an object": ({"w": nn.Linear(1, 1)}, r"object of torch\.nn\.modules\.linear\.Linear, and"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_torch_file_that_has_no_dense_state_dict_is_refused(name: str, tmp_path: Path) -> None:
+    state, says = ODD[name]
+    torch.save(state, tmp_path / "a.pt")
+    with pytest.raises(ConvertError, match=says):
+        open_checkpoint(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("kind", SUFFIX)
+def test_conjugated_and_negated_views_are_written_as_their_values(
+    kind: str, tmp_path: Path
+) -> None:
+    values = torch.randn(3, dtype=torch.complex64)
+    state = {"conjugated": values.conj(), "negated": values.clone().conj().imag}
+    assert state["conjugated"].is_conj() and state["negated"].is_neg()
+    torch.save(state, tmp_path / "a.pt")
+    convert(open_checkpoint(tmp_path / "a.pt"), tmp_path / f"b{SUFFIX[kind]}", to=kind)
+    _assert_equal(_read(tmp_path / f"b{SUFFIX[kind]}"), state)
+
+
+def test_a_file_in_the_format_before_torch_1_6_is_read(tmp_path: Path) -> None:
+    torch.save(_state(), tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    _assert_equal(_read(tmp_path / "a.pt"), _state())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_values_beside_the_weights_are_named_as_left_out(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1), "step": 3}, tmp_path / "a.pt")
+    assert open_checkpoint(tmp_path / "a.pt").left_out == ("step",)
+    dcp.save({"model": {"w": torch.ones(1), "extra": [1]}}, checkpoint_id=tmp_path / "folder")
+    assert len(open_checkpoint(tmp_path / "folder").left_out) == 1

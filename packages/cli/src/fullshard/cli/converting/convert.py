@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from fullshard.cli.converting.dcp_folders import METADATA, open_dcp, write_dcp
-from fullshard.cli.converting.entry import Checkpoint, ConvertError
+from fullshard.cli.converting.entry import Checkpoint, ConvertError, Entry
 from fullshard.cli.converting.safetensors_files import (
     is_safetensors,
     open_safetensors,
@@ -75,6 +75,8 @@ def open_checkpoint(path: Path, key: str | None = None) -> Checkpoint:
 
 
 def _format_of(target: Path, wanted: str | None, source: Checkpoint) -> str:
+    if wanted == "torch" and target.suffix not in SUFFIXES:
+        raise ConvertError(f"--to torch {target}: use a file with a suffix {', '.join(SUFFIXES)}")
     if wanted is not None:
         return wanted
     if target.suffix in SUFFIXES:
@@ -96,7 +98,8 @@ def convert(
 ) -> Conversion:
     """Write the tensors of ``source``, one after another, to ``target``, which must not exist.
 
-    The target appears when it is complete: it is written under another name and renamed.
+    The target appears when it is complete and checked: it is written into a temporary folder next
+    to the target, and moved. After an error there is no target.
 
     Args:
         source: what to write.
@@ -121,29 +124,31 @@ def convert(
         return read()
 
     shown = [replace(each, read=partial(announced, each.name, each.read)) for each in entries]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f"{target.name}.partial")
-    _remove(unfinished)
     try:
-        if kind == "dcp":
-            files = write_dcp(shown, unfinished)
-        elif kind == "torch":
-            files = write_torch_file(shown, unfinished)
-        else:
-            files = write_safetensors(shown, unfinished, limit)
-        unfinished.rename(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
+            unfinished = Path(folder, target.name)
+            if kind == "dcp":
+                files = write_dcp(shown, unfinished)
+            elif kind == "torch":
+                files = write_torch_file(shown, unfinished)
+            else:
+                files = write_safetensors(shown, unfinished, limit)
+            if check:
+                _require_equal(entries, unfinished, source.path)
+            unfinished.rename(target)
     except OSError as error:
         raise ConvertError(f"{target} cannot be written: {error}") from error
-    finally:
-        _remove(unfinished)
-    if check:
-        back = {each.name: each for each in open_checkpoint(target).entries}
-        for each in entries:
-            if each.name not in back or not _equal(each.read(), back[each.name].read()):
-                raise ConvertError(
-                    f"{each.name} in {target} is not what {source.path} has; try again"
-                )
     return Conversion(source=source, target=kind, files=tuple(files), checked=check)
+
+
+def _require_equal(entries: Sequence[Entry], written: Path, source: Path) -> None:
+    back = {each.name: each for each in open_checkpoint(written).entries}
+    for each in entries:
+        if each.name not in back or not _equal(each.read(), back[each.name].read()):
+            raise ConvertError(
+                f"{each.name} was read back and is not equal to that of {source}; try again"
+            )
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -152,10 +157,3 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     pair = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
     return torch.equal(*pair)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

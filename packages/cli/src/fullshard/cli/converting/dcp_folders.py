@@ -70,6 +70,7 @@ def open_dcp(path: Path, key: str | None) -> Checkpoint:
         if isinstance(each, TensorStorageMetadata)
     }
     group = chosen_group((paths[flat][:-1] for flat in stored), key, _USUAL, path)
+    weights = {flat: each for flat, each in stored.items() if paths[flat][:-1] == group}
     entries = [
         Entry(
             name=paths[flat][-1],
@@ -77,14 +78,13 @@ def open_dcp(path: Path, key: str | None) -> Checkpoint:
             dtype=each.properties.dtype,
             read=partial(_read, reader, flat, each),
         )
-        for flat, each in stored.items()
-        if paths[flat][:-1] == group
+        for flat, each in weights.items()
     ]
     return Checkpoint(
         path=path,
         format="dcp",
         entries=one_of_each(entries, path),
-        left_out=tuple(flat for flat, where in paths.items() if where[:-1] != group),
+        left_out=tuple(flat for flat in paths if flat not in weights),
     )
 
 
@@ -157,7 +157,7 @@ def write_dcp(entries: Sequence[Entry], path: Path) -> list[str]:
     """Write a folder; return the names of the files.
 
     Raises:
-        ConvertError: if a tensor cannot be read or written.
+        OSError: if a tensor cannot be read or written.
     """
     shapes = {
         each.name: torch.empty(each.shape, dtype=each.dtype, device="meta") for each in entries
@@ -168,5 +168,5 @@ def write_dcp(entries: Sequence[Entry], path: Path) -> list[str]:
             dcp.save({"model": shapes}, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
         causes = "; ".join(str(cause) for cause, _ in error.failures.values())
-        raise ConvertError(f"{path} cannot be written: {causes}") from error
+        raise OSError(causes) from error
     return sorted(each.name for each in path.iterdir())

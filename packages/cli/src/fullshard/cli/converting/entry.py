@@ -12,6 +12,9 @@ import torch
 __all__ = ["Checkpoint", "ConvertError", "Entry", "chosen_group", "one_of_each"]
 
 
+_NO_TENSORS = "{path} has no tensors; pass the folder or file of a checkpoint"
+
+
 class ConvertError(ValueError):
     """A checkpoint that cannot be read or written; the message says what to do."""
 
@@ -82,6 +85,8 @@ def chosen_group(
         ConvertError: if there is no such part, or several and none is usual.
     """
     found = dict.fromkeys(groups)
+    if not found:
+        raise ConvertError(_NO_TENSORS.format(path=path))
     if key is not None:
         wanted = tuple(filter(None, key.split(".")))
         if wanted in found:
@@ -94,7 +99,7 @@ def chosen_group(
             return next(iter(found))
     names = ", ".join(".".join(each) or "'' (the top level)" for each in found)
     asked = "" if key is None else f"no tensors under {key!r}, and "
-    raise ConvertError(f"{path} has {asked}tensors under {names or 'no key'}; choose with --key")
+    raise ConvertError(f"{path} has {asked}tensors under {names}; choose with --key")
 
 
 def one_of_each(entries: Iterable[Entry], path: Path) -> tuple[Entry, ...]:
@@ -109,5 +114,5 @@ def one_of_each(entries: Iterable[Entry], path: Path) -> tuple[Entry, ...]:
             raise ConvertError(f"{path} has {each.name} twice; choose a part with --key")
         found[each.name] = each
     if not found:
-        raise ConvertError(f"{path} has no tensors; pass the folder or file of a checkpoint")
+        raise ConvertError(_NO_TENSORS.format(path=path))
     return tuple(found.values())

@@ -84,9 +84,9 @@ def write_safetensors(entries: Sequence[Entry], path: Path, limit: int) -> list[
         raise ConvertError(
             f"{unknown[0].name} is {unknown[0].dtype}, which safetensors does not have; use --dtype"
         )
-    if path.name.endswith(".safetensors.partial"):
+    if path.suffix == ".safetensors":
         _write_file(entries, path)
-        return [path.name.removesuffix(".partial")]
+        return [path.name]
     path.mkdir(parents=True)
     parts = _parts(entries, limit)
     if len(parts) == 1:

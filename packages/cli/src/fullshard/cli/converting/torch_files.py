@@ -1,12 +1,14 @@
 """Files of ``torch.save``: a full state dict, alone or inside a dict, as FSDP1 scripts save it.
 
-Files are mapped into memory, so a tensor is read from the disk when it is used.
+Files are mapped into memory, so a tensor is read from the disk when it is used. Files in the format
+before torch 1.6 are read as a whole.
 """
 
 from __future__ import annotations
 
+import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,37 +35,57 @@ def open_torch_file(path: Path, key: str | None) -> Checkpoint:
     Raises:
         ConvertError: if the file has no plain state dict.
     """
-    try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:
-        raise ConvertError(f"{path} cannot be read as a state dict: {error}") from error
+    state = _load(path)
     if not isinstance(state, Mapping):
         raise ConvertError(f"{path} has a {type(state).__name__}; pass a file with a state dict")
     leaves = list(_leaves(state, ()))
-    tensors = {where: value for where, value in leaves if isinstance(value, torch.Tensor)}
-    group = chosen_group((where[:-1] for where in tensors), key, _USUAL, path)
-    inside = {where[-1]: value for where, value in tensors.items() if where[:-1] == group}
-    if any(name.rpartition(".")[2] in ("flat_param", "_flat_param") for name in inside):
+    tensors = [(where, value) for where, value in leaves if isinstance(value, torch.Tensor)]
+    group = chosen_group((where[:-1] for where, _ in tensors), key, _USUAL, path)
+    inside = [(where[-1], value) for where, value in tensors if where[:-1] == group]
+    if any(name.rpartition(".")[2] in ("flat_param", "_flat_param") for name, _ in inside):
         raise ConvertError(
             f"{path} has flat parameters of one rank (FSDP1's LOCAL_STATE_DICT), without their "
             "shapes; save with FULL_STATE_DICT or SHARDED_STATE_DICT"
         )
-    if sharded := [name for name, value in inside.items() if isinstance(value, DTensor)]:
+    if sharded := [name for name, value in inside if isinstance(value, DTensor)]:
         raise ConvertError(f"{path} has one rank's shard of {sharded[0]}; save with dcp.save")
-    entries = [
-        Entry(name=name, shape=tuple(each.shape), dtype=each.dtype, read=partial(_same, each))
-        for name, each in inside.items()
-    ]
+    entries = [_entry(name, value, path) for name, value in inside]
     return Checkpoint(
         path=path,
         format="torch",
         entries=one_of_each(entries, path),
-        left_out=tuple(".".join(where) for where, _ in leaves if where[:-1] != group),
+        left_out=tuple(
+            ".".join(where)
+            for where, value in leaves
+            if where[:-1] != group or not isinstance(value, torch.Tensor)
+        ),
     )
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _load(path: Path) -> Any:
+    try:
+        # only files of today's format, which are zip files, can be mapped
+        mapped = zipfile.is_zipfile(path)
+        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    except Exception as error:
+        if named := re.search(r"GLOBAL (\S+)", str(error)):
+            raise ConvertError(
+                f"{path} has an object of {named[1]}, and only tensors and plain values are loaded;"
+                " save a state dict, as torch.save(model.state_dict(), path) does"
+            ) from error
+        reason = str(error).partition("\n")[0]
+        raise ConvertError(f"{path} cannot be read as a state dict: {reason}") from error
+
+
+def _entry(name: str, tensor: torch.Tensor, path: Path) -> Entry:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else "sparse"
+        raise ConvertError(f"{path} has a {kind} tensor, {name}; save it as a dense tensor")
+
+    def read() -> torch.Tensor:
+        return tensor.detach().resolve_conj().resolve_neg()
+
+    return Entry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, read=read)
 
 
 def _leaves(
@@ -78,7 +100,14 @@ def _leaves(
 
 
 def write_torch_file(entries: Sequence[Entry], path: Path) -> list[str]:
-    """Write a state dict, which must fit into memory as a whole; return the names of the files."""
+    """Write a state dict, which must fit into memory as a whole; return the names of the files.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
     state = {each.name: each.read().clone() for each in entries}
-    torch.save(state, path)
-    return [path.name.removesuffix(".partial")]
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:  # of torch's writer, for a full disk too
+        raise OSError(str(error)) from error
+    return [path.name]
