@@ -73,6 +73,13 @@ def build_parser(command: str = "", prog: str = "fullshard_train") -> argparse.A
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a training run."""
+    _add_settings(parser)
+    _add_checks(parser)
+    _add_group(parser)
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose settings, and the state to continue from."""
     parser.add_argument(
         "--config",
         type=Path,
@@ -95,6 +102,19 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="continue: a run folder, one checkpoint of it, latest (of --out, or of runs/), or auto"
         " (the newest of --out, a new run if there is none)",
     )
+    for option, setting in SHORT.items():
+        parser.add_argument(
+            f"--{option}",
+            action="append",
+            dest="set",
+            type=f"{setting}={{}}".format,
+            metavar="VALUE",
+            help=f"short for --set {setting}=VALUE",
+        )
+
+
+def _add_checks(parser: argparse.ArgumentParser) -> None:
+    """Add the options that check or plan a run before its first step."""
     parser.add_argument(
         "--check-config",
         action="store_true",
@@ -118,6 +138,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="as --plan, and free parameters after forward or cut batches until a step fits; in"
         " bytes, kB, MB, GB, KiB, MiB or GiB",
     )
+
+
+def _add_group(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the ranks that train together."""
     parser.add_argument(
         "--timeout",
         type=_seconds,
@@ -135,15 +159,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--group", metavar="NAME", help="with --elastic: the name of this replica group"
     )
-    for option, setting in SHORT.items():
-        parser.add_argument(
-            f"--{option}",
-            action="append",
-            dest="set",
-            type=f"{setting}={{}}".format,
-            metavar="VALUE",
-            help=f"short for --set {setting}=VALUE",
-        )
 
 
 def _seconds(text: str) -> float:
