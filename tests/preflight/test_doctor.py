@@ -26,10 +26,15 @@ from fullshard.preflight import Diagnosis, Finding, Level, diagnose
 from fullshard.preflight.doctor import here, together
 from fullshard.preflight.doctor.pairs import Pair, pairs_by_round
 from fullshard_bench.launching.network import Hosts, check_network
+from support.members import LIBRARIES
 from support.ranks import distributed
 from support.surface.ranks import everyone
 
 COMMAND = importlib.import_module("fullshard.preflight.__main__")
+
+
+def test_the_versions_of_all_packages_are_compared() -> None:
+    assert sorted(here.LAYERS) == sorted(each.folder.name for each in LIBRARIES)
 
 
 def problems(diagnosis: Diagnosis) -> list[Finding]:

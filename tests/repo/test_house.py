@@ -7,9 +7,8 @@ from collections import Counter
 
 import pytest
 
-from support.members import MEMBERS, Member
+from support.members import LIBRARIES, MEMBERS, Member
 
-LIBRARIES = [member for member in MEMBERS if member.is_library]
 MAX_FILES = 14
 
 each_library = pytest.mark.parametrize("member", LIBRARIES, ids=lambda member: member.name)

@@ -13,11 +13,11 @@ import sys
 
 import pytest
 
-from support.members import MEMBERS, Module
+from support.members import LIBRARIES, MEMBERS, Module
 
 # Members are listed from the lowest layer to the highest, then the apps.
-PACKAGES = [member.package for member in MEMBERS if member.is_library]
-LIBRARY = [module for member in MEMBERS if member.is_library for module in member.modules()]
+PACKAGES = [member.package for member in LIBRARIES]
+LIBRARY = [module for member in LIBRARIES for module in member.modules()]
 APPS = [module for member in MEMBERS if not member.is_library for module in member.modules()]
 
 MAX_LINES = 400

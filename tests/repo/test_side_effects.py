@@ -17,22 +17,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard.sharding import clip_grad_norm_, fully_shard, unsharded
 from fullshard.wrappers.fsdp1 import FullyShardedDataParallel
+from support.members import LIBRARIES
 from support.process_state import ProcessState
 from support.ranks import cpu_mesh, distributed, run_on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "process.md"
-PACKAGES = [
-    "comm",
-    "wire",
-    "sharding",
-    "policies",
-    "checkpoint",
-    "optim",
-    "preflight",
-    "elastic",
-    "wrappers",
-]
-
 # A child imports everything first, and tells what else that brings: importing torch's own modules
 # may change torch. The parent imports these before it looks.
 _PROGRAM = """
@@ -42,7 +31,7 @@ from support.process_state import ProcessState
 
 def import_all():
     for package in sys.argv[1:]:
-        found = importlib.import_module(f"fullshard.{package}")
+        found = importlib.import_module(package)
         for each in pkgutil.walk_packages(found.__path__, found.__name__ + "."):
             if not each.name.endswith("__main__"):
                 importlib.import_module(each.name)
@@ -71,7 +60,7 @@ print(sorted(before.changed()))
 
 def test_importing_every_package_changes_nothing_in_torch_or_the_process() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", _PROGRAM, *PACKAGES]
+    command = [sys.executable, "-c", _PROGRAM, *(each.package for each in LIBRARIES)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

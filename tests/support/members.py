@@ -98,3 +98,6 @@ def _read_members() -> tuple[Member, ...]:
 
 
 MEMBERS = _read_members()
+
+LIBRARIES = tuple(member for member in MEMBERS if member.is_library)
+"""The packages of the namespace, without apps."""

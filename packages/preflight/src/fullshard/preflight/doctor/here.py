@@ -23,13 +23,13 @@ import torch.distributed as dist
 from fullshard.comm.spi import can_pin, traits_of
 from fullshard.preflight.doctor.findings import Finding, fail, fine, warn
 
-__all__ = ["LEAST_SHARED", "Facts", "check_disk", "check_here", "facts_here"]
+__all__ = ["LAYERS", "LEAST_SHARED", "Facts", "check_disk", "check_here", "facts_here"]
 
 LEAST_SHARED = 1 << 30
 """Bytes of free shared memory below which the doctor warns."""
 
 _LEAST_FILES = 4096  # every rank has a connection to each other rank, and files of its own
-_LAYERS = [
+LAYERS = (
     "comm",
     "wire",
     "sharding",
@@ -40,7 +40,9 @@ _LAYERS = [
     "elastic",
     "wrappers",
     "cli",
-]
+)
+"""The packages of fullshard, whose versions are compared."""
+
 _COMPARED = ("torch", "numpy", "safetensors", "transformers", "accelerate")
 _TORCH = ((2, 11), (2, 15))  # the oldest and the newest that the tests run on
 _SHARED = Path("/dev/shm")
@@ -71,7 +73,7 @@ class Facts:
 def facts_here() -> Facts:
     """Return the facts of this process."""
     versions = {"Python": platform.python_version()}
-    for name in (*_COMPARED, *(f"fullshard-{layer}" for layer in _LAYERS)):
+    for name in (*_COMPARED, *(f"fullshard-{layer}" for layer in LAYERS)):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
