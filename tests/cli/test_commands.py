@@ -249,7 +249,7 @@ def test_convert_lists_or_writes_and_says_what_it_left_out(tmp_path: Path) -> No
     assert done.exit_code == 0
     assert "b.safetensors: 1 tensors of" in done.output
     assert "as safetensors, read back and equal" in done.output
-    assert "not weights: optimizer.step" in done.output
+    assert "left out: optimizer.step" in done.output
     again = _run(*words)
     assert again.exit_code == 2
     assert "exists; pass a folder or file that does not exist" in again.output
@@ -261,6 +261,7 @@ def test_convert_lists_or_writes_and_says_what_it_left_out(tmp_path: Path) -> No
         (["--to", "zip"], "--to zip: use one of dcp, safetensors, torch"),
         (["--dtype", "int4"], "--dtype int4: use one of float32"),
         (["--max-shard-size", "big"], "--max-shard-size 'big' is no size"),
+        (["--max-shard-size", "0"], "--max-shard-size 0: use a size of at least one byte"),
     ],
 )
 def test_an_option_of_convert_that_means_nothing_is_refused(words: list[str], says: str) -> None:

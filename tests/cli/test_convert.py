@@ -295,9 +295,9 @@ def _cut_short(folder: Path) -> Path:
 
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "nothing": (lambda folder: folder / "none", "does not exist; pass the folder or file"),
-    "an empty folder": (lambda folder: folder, "is no checkpoint that is known: a folder with"),
+    "an empty folder": (lambda folder: folder, "is no known checkpoint; pass a folder with"),
     "one rank's flat parameters": (_local, "LOCAL_STATE_DICT.*save with FULL_STATE_DICT"),
-    "a file of another kind": (_pickled, "cannot be read as a state dict"),
+    "a file of another kind": (_pickled, r"cut short, or is no file of torch\.save"),
     "a file cut short": (_cut_short, "cut short"),
 }
 
@@ -371,6 +371,58 @@ def test_a_torch_target_needs_a_suffix_by_which_it_is_recognised(tmp_path: Path)
     with pytest.raises(ConvertError, match=r"--to torch .*weights: use a file with a suffix \.pt"):
         convert(open_checkpoint(tmp_path / "a.pt"), tmp_path / "weights", to="torch")
     assert [each.name for each in tmp_path.iterdir()] == ["a.pt"]
+
+
+@pytest.mark.parametrize(("name", "to"), [("b.pt", "dcp"), ("b.safetensors", "dcp")])
+def test_a_suffix_that_means_another_format_is_refused(name: str, to: str, tmp_path: Path) -> None:
+    torch.save(_state(), tmp_path / "a.pt")
+    with pytest.raises(ConvertError, match=rf"--to {to} .*{name}: the suffix means "):
+        convert(open_checkpoint(tmp_path / "a.pt"), tmp_path / name, to=to)
+    assert [each.name for each in tmp_path.iterdir()] == ["a.pt"]
+
+
+@pytest.mark.parametrize("kind", SUFFIX)
+def test_an_interrupt_is_raised_as_one_and_leaves_no_target(kind: str, tmp_path: Path) -> None:
+    torch.save(_state(), tmp_path / "a.pt")
+
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    source = open_checkpoint(tmp_path / "a.pt")
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / f"b{SUFFIX[kind]}", to=kind, progress=interrupt)
+    assert [each.name for each in tmp_path.iterdir()] == ["a.pt"]
+
+
+BROKEN = {
+    "model.safetensors.index.json": (b"{nope", "model.safetensors.index.json"),
+    "latest": (b"\xff\xfe", "cannot be read: 'utf-8' codec"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_folder_with_a_broken_file_is_refused_by_that_file(name: str, tmp_path: Path) -> None:
+    content, says = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConvertError, match=says):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello"])
+def test_a_file_that_torch_did_not_save_is_refused_with_the_remedy(
+    content: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "a.pt").write_bytes(content)
+    with pytest.raises(ConvertError, match=r"no file of torch\.save \(\w+Error.*; copy the file"):
+        open_checkpoint(tmp_path / "a.pt")
+
+
+def test_a_name_that_the_file_system_refuses_is_reported(tmp_path: Path) -> None:
+    torch.save(_state(), tmp_path / "a.pt")
+    with pytest.raises(ConvertError, match="cannot be read: .*File name too long"):
+        open_checkpoint(tmp_path / ("x" * 300))
+    with pytest.raises(ConvertError, match="cannot be written: .*File name too long"):
+        convert(open_checkpoint(tmp_path / "a.pt"), tmp_path / ("x" * 300))
 
 
 ODD: dict[str, tuple[Any, str]] = {

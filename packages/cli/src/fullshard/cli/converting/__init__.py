@@ -1,6 +1,7 @@
 """Checkpoints from one format into another, one tensor at a time.
 
-``sources`` opens a checkpoint of any format, ``targets`` writes one, ``command`` does both.
+``convert`` opens a checkpoint of any format and writes it in another; the modules named after files
+and folders know one format each. ``command`` has the words and the output of ``fullshard convert``.
 """
 
 __all__: list[str] = []

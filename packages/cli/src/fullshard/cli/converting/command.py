@@ -1,4 +1,4 @@
-"""``fullshard convert``: what the words mean, and what is printed."""
+"""``fullshard convert``: the options, and the output for a person or a program."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Convert:
         console.print(f"{len(source.entries)} tensors, {size(source.nbytes)}", soft_wrap=True)
         if left := source.left_out:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            console.print(f"not weights: {', '.join(left[:3])}{more}", soft_wrap=True)
+            console.print(f"left out: {', '.join(left[:3])}{more}", soft_wrap=True)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -103,7 +103,7 @@ def convert_or_list(
     """Convert ``path`` to ``target``, or only open it; see ``convert``.
 
     Raises:
-        ConvertError: if a word means nothing, or the conversion fails.
+        ConvertError: if an option has a wrong value, or the conversion fails.
     """
     if dtype is not None and dtype not in _DTYPES:
         raise ConvertError(f"--dtype {dtype}: use one of {', '.join(_DTYPES)}")
@@ -113,6 +113,8 @@ def convert_or_list(
         limit = parse_bytes(max_shard_size)
     except ValueError as error:
         raise ConvertError(f"--max-shard-size {error}") from None
+    if limit < 1:
+        raise ConvertError(f"--max-shard-size {max_shard_size}: use a size of at least one byte")
     source = open_checkpoint(path, key)
     if target is None:
         return Convert(source=source, target=None, done=None)

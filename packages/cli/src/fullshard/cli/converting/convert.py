@@ -44,7 +44,7 @@ class Conversion:
 
 
 def open_checkpoint(path: Path, key: str | None = None) -> Checkpoint:
-    """Return the tensors of the model in a checkpoint, whose format is recognised.
+    """Return the tensors of the model in a checkpoint; the function recognises the format.
 
     Args:
         path: a folder of torch.distributed.checkpoint, safetensors files, a folder of DeepSpeed's
@@ -52,8 +52,15 @@ def open_checkpoint(path: Path, key: str | None = None) -> Checkpoint:
         key: which part of a nested state dict is the model; None: ``model``, or the only part.
 
     Raises:
-        ConvertError: if there is no checkpoint that is known.
+        ConvertError: if the path does not exist, cannot be read, or has no known format.
     """
+    try:
+        return _opened(path, key)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConvertError(f"{path} cannot be read: {error}") from error
+
+
+def _opened(path: Path, key: str | None) -> Checkpoint:
     if not path.exists():
         raise ConvertError(f"{path} does not exist; pass the folder or file of a checkpoint")
     if path.is_dir():
@@ -69,21 +76,21 @@ def open_checkpoint(path: Path, key: str | None = None) -> Checkpoint:
     if is_safetensors(path):
         return open_safetensors(path)
     raise ConvertError(
-        f"{path} is no checkpoint that is known: a folder with {METADATA} (dcp), safetensors "
-        f"files, a folder of DeepSpeed's ZeRO, or a file with a suffix {', '.join(SUFFIXES)}"
+        f"{path} is no known checkpoint; pass a folder with {METADATA} (dcp), safetensors files, "
+        f"a folder of DeepSpeed's ZeRO, or a file with a suffix {', '.join(SUFFIXES)}"
     )
 
 
 def _format_of(target: Path, wanted: str | None, source: Checkpoint) -> str:
-    if wanted == "torch" and target.suffix not in SUFFIXES:
+    by_suffix = {".safetensors": "safetensors"} | dict.fromkeys(SUFFIXES, "torch")
+    named = by_suffix.get(target.suffix)
+    if wanted == "torch" and named != "torch":
         raise ConvertError(f"--to torch {target}: use a file with a suffix {', '.join(SUFFIXES)}")
-    if wanted is not None:
-        return wanted
-    if target.suffix in SUFFIXES:
-        return "torch"
-    if target.suffix == ".safetensors":
-        return "safetensors"
-    return "dcp" if source.format == "safetensors" else "safetensors"
+    if None not in (wanted, named) and wanted != named:
+        raise ConvertError(
+            f"--to {wanted} {target}: the suffix means {named}; use another name, or --to {named}"
+        )
+    return wanted or named or ("dcp" if source.format == "safetensors" else "safetensors")
 
 
 def convert(
@@ -98,8 +105,8 @@ def convert(
 ) -> Conversion:
     """Write the tensors of ``source``, one after another, to ``target``, which must not exist.
 
-    The target appears when it is complete and checked: it is written into a temporary folder next
-    to the target, and moved. After an error there is no target.
+    The function writes into a temporary folder next to the target, compares, and moves the result
+    to ``target``. After an error there is no target.
 
     Args:
         source: what to write.
@@ -112,10 +119,8 @@ def convert(
         progress: called with each name before its tensor is read for writing.
 
     Raises:
-        ConvertError: if the target exists or cannot be written, or what was written differs.
+        ConvertError: if the target exists or cannot be written, or a written tensor differs.
     """
-    if target.exists():
-        raise ConvertError(f"{target} exists; pass a folder or file that does not exist")
     kind = _format_of(target, to, source)
     entries = [each.cast(dtype) for each in source.entries]
 
@@ -125,6 +130,8 @@ def convert(
 
     shown = [replace(each, read=partial(announced, each.name, each.read)) for each in entries]
     try:
+        if target.exists():
+            raise ConvertError(f"{target} exists; pass a folder or file that does not exist")
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
             unfinished = Path(folder, target.name)

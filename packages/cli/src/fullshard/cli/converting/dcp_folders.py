@@ -94,9 +94,21 @@ def _read(reader: _Known, flat: str, stored: TensorStorageMetadata) -> torch.Ten
         with _in_one_process():
             dcp.load({flat: tensor}, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
-        causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+        causes = _causes(error)
         raise ConvertError(f"{flat} cannot be read from {reader.path}: {causes}") from error
     return tensor
+
+
+def _causes(error: CheckpointException) -> str:
+    """Return the messages of the exceptions that torch caught.
+
+    Raises:
+        KeyboardInterrupt: if torch caught one.
+    """
+    causes = [cause for cause, _ in error.failures.values()]
+    if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+        raise KeyboardInterrupt
+    return "; ".join(map(str, causes))
 
 
 @contextmanager
@@ -167,6 +179,5 @@ def write_dcp(entries: Sequence[Entry], path: Path) -> list[str]:
         with _in_one_process():
             dcp.save({"model": shapes}, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
-        causes = "; ".join(str(cause) for cause, _ in error.failures.values())
-        raise OSError(causes) from error
+        raise OSError(_causes(error)) from error
     return sorted(each.name for each in path.iterdir())

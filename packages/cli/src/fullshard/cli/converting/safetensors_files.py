@@ -16,7 +16,6 @@ from fullshard.checkpoint.spi import (
     SINGLE,
     Box,
     Reader,
-    find_files,
     header_bytes,
     read_set,
 )
@@ -28,11 +27,10 @@ _BUFFER = 16 * 2**20  # bytes
 
 
 def is_safetensors(path: Path) -> bool:
-    """Return whether ``path`` is a set of safetensors files."""
-    try:
-        return all(each.suffix == ".safetensors" for each in find_files(path)[1])
-    except (OSError, WeightsError):
-        return False
+    """Return whether ``path`` is a safetensors file, an index, or a folder with either."""
+    if path.is_dir():
+        return any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json"))
+    return path.name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def open_safetensors(path: Path) -> Checkpoint:

@@ -73,8 +73,11 @@ def _load(path: Path) -> Any:
                 f"{path} has an object of {named[1]}, and only tensors and plain values are loaded;"
                 " save a state dict, as torch.save(model.state_dict(), path) does"
             ) from error
-        reason = str(error).partition("\n")[0]
-        raise ConvertError(f"{path} cannot be read as a state dict: {reason}") from error
+        reason = re.split(r"\n|\. ", str(error))[0]
+        raise ConvertError(
+            f"{path} is cut short, or is no file of torch.save ({type(error).__name__}: {reason}); "
+            "copy the file again"
+        ) from error
 
 
 def _entry(name: str, tensor: torch.Tensor, path: Path) -> Entry:
@@ -100,7 +103,7 @@ def _leaves(
 
 
 def write_torch_file(entries: Sequence[Entry], path: Path) -> list[str]:
-    """Write a state dict, which must fit into memory as a whole; return the names of the files.
+    """Write a state dict, all of whose tensors must fit into memory; return the file's name.
 
     Raises:
         OSError: if the file cannot be written.
