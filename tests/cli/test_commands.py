@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from fullshard.cli import __version__
+from fullshard.cli import __version__, main
 from fullshard.cli.app import app
 from fullshard.cli.running.recorded import file_of, recording
 from fullshard.cli.running.runs import RunError, read_run
@@ -227,9 +228,10 @@ def test_a_run_whose_rank_failed_ends_with_1(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"has neither rank-\*\.json"):
         read_run(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text("no json\n")
-    with pytest.raises(RunError, match="has a file that cannot be read"):
-        read_run(tmp_path)
+    for text in ("no json", "null", '{"step": "first", "loss": 3}', '{"step": 1, "loss": [3]}'):
+        (tmp_path / "metrics.jsonl").write_text(f"{text}\n")
+        with pytest.raises(RunError, match=r"has a file that cannot be read \(\w+: "):
+            read_run(tmp_path)
     assert _run("compare", str(tmp_path)).exit_code == 2
 
 
@@ -282,3 +284,19 @@ def test_init_answers_from_options_and_asks_the_rest(
     assert again.exit_code == 2
     assert "train.py exists; name another file" in again.output
     assert _run("init", "other.py", "--yes").exit_code == 0
+    ended = _run("init", "third.py")  # its input ends at the first question
+    assert ended.exit_code == 2
+    assert "error: no answer; pass --yes" in ended.output
+
+
+def test_ctrl_c_at_a_question_of_init_ends_as_by_the_signal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupt(*given: Any, **options: Any) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules[typer.prompt.__module__], "visible_prompt_func", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        main(["init"])
+    assert ended.value.code == 130

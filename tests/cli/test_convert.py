@@ -419,9 +419,9 @@ def test_a_file_that_torch_did_not_save_is_refused_with_the_remedy(
 
 def test_a_name_that_the_file_system_refuses_is_reported(tmp_path: Path) -> None:
     torch.save(_state(), tmp_path / "a.pt")
-    with pytest.raises(ConvertError, match="cannot be read: .*File name too long"):
+    with pytest.raises(ConvertError, match=r"cannot be read: .*File name too long"):
         open_checkpoint(tmp_path / ("x" * 300))
-    with pytest.raises(ConvertError, match="cannot be written: .*File name too long"):
+    with pytest.raises(ConvertError, match=r"cannot be written: .*File name too long"):
         convert(open_checkpoint(tmp_path / "a.pt"), tmp_path / ("x" * 300))
 
 

@@ -56,6 +56,9 @@ def test_a_file_that_exists_stays(tmp_path: Path) -> None:
         write(DEFAULTS, tmp_path / "train.py")
     with pytest.raises(AnswerError, match="there is no folder"):
         write(DEFAULTS, tmp_path / "none" / "train.py")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(AnswerError, match="loop cannot be written: "):
+        write(DEFAULTS, tmp_path / "loop")
     assert (tmp_path / "train.py").read_text() == "mine"
 
 

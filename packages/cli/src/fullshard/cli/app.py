@@ -149,6 +149,10 @@ def init(
         path = write(answers, target)
     except AnswerError as error:
         _refuse(str(error))
+    except typer.Abort as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise typer.Exit(130) from error
+        _refuse("no answer; pass --yes for the defaults, or options as answers")
     typer.echo(f"wrote {path}; next:\n{next_steps(answers, path)}")
 
 

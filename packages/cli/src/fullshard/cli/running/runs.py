@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,25 +119,22 @@ def read_run(folder: Path) -> Run:
     try:
         told = [json.loads(each.read_text()) for each in files]
         ranks = tuple(_rank(each) for each in told)
-        lines = list(_lines(folder / METRICS))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{folder} has a file that cannot be read: {error}") from error
-    if not ranks and not lines:
+        losses = _losses(folder / METRICS)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise RunError(f"{folder} has a file that cannot be read ({reason})") from error
+    if not ranks and losses is None:
         raise RunError(
             f"{folder} has neither rank-*.json (of `fullshard run --record {folder}`) nor "
             f"{METRICS}; pass the folder of a run"
         )
-    losses: dict[str, dict[int, float]] = {"train": {}, "held_out": {}}
-    for each in lines:
-        kind = each.get("kind", "train")
-        if kind in losses and each.get("loss") is not None and "step" in each:
-            losses[kind][int(each["step"])] = float(each["loss"])
+    train, held_out = losses or ({}, {})
     return Run(
         name=str(folder),
         ranks=ranks,
         world=int(told[0]["ranks"]) if told else 0,
-        losses=losses["train"],
-        held_out=losses["held_out"],
+        losses=train,
+        held_out=held_out,
     )
 
 
@@ -148,6 +144,14 @@ def _rank(told: dict[str, Any]) -> Rank:
     return Rank(**{**kept, "step_seconds": tuple(told["step_seconds"])})
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if path.is_file():
-        yield from (json.loads(line) for line in path.read_text().splitlines() if line.strip())
+def _losses(path: Path) -> tuple[dict[int, float], dict[int, float]] | None:
+    """Return losses of training and on other data, by step; None without lines."""
+    lines = (
+        [line for line in path.read_text().splitlines() if line.strip()] if path.exists() else []
+    )
+    losses: dict[str, dict[int, float]] = {"train": {}, "held_out": {}}
+    for each in map(json.loads, lines):
+        kind = each.get("kind", "train")
+        if kind in losses and each.get("loss") is not None and "step" in each:
+            losses[kind][int(each["step"])] = float(each["loss"])
+    return (losses["train"], losses["held_out"]) if lines else None

@@ -17,7 +17,7 @@ def write(answers: Answers, target: Path | None) -> Path:
     """Write the file, and return its path.
 
     Raises:
-        AnswerError: if the file exists, or its folder does not.
+        AnswerError: if the file exists, or cannot be written.
     """
     default = "train.py" if answers.kind == "script" else "train.toml"
     path = Path(default) if target is None else target
@@ -25,7 +25,10 @@ def write(answers: Answers, target: Path | None) -> Path:
         raise AnswerError(f"{path} exists; name another file: fullshard init FILE")
     if not path.parent.is_dir():
         raise AnswerError(f"{path}: there is no folder {path.parent}")
-    path.write_text(text_of(answers))
+    try:
+        path.write_text(text_of(answers))
+    except OSError as error:
+        raise AnswerError(f"{path} cannot be written: {error.strerror}") from error
     return path
 
 
