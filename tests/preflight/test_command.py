@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import re
+import signal
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -13,7 +14,10 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from fullshard.preflight.spi import exit_code_of, json_text
 from support.ranks import distributed
 
 COMMAND = importlib.import_module("fullshard.preflight.__main__")
@@ -81,6 +85,7 @@ from torch import nn
 from fullshard.sharding import fully_shard
 
 def build_model():
+    print("printed by the program")
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
 def shard(model, mesh=None):
@@ -146,6 +151,7 @@ def test_a_script_is_verified_and_the_verdict_is_a_value(tmp_path: Path) -> None
     with redirect_stdout(printed), patch.object(sys, "path", [*sys.path]):
         code = COMMAND.main(["verify", str(folder / "own_script.py"), "--steps", "1", "--json"])
     assert code == 0
+    assert "printed by the program" not in printed.getvalue()
     if dist.get_rank() == 0:
         verdict = json.loads(printed.getvalue())
         assert verdict["equal"] and verdict["steps"] == 1 and verdict["first"] is None
@@ -158,6 +164,9 @@ def test_a_script_is_verified_and_the_verdict_is_a_value(tmp_path: Path) -> None
         ("def preflight(): return 3", "returned a int; return a dict of the arguments of verify"),
         ("def preflight(): return {'modell': 3}", "has modell, which is no argument; use "),
         ("import no_such_thing", "cannot be imported: No module named 'no_such_thing'"),
+        ("def build_model(:", "cannot be imported: invalid syntax (own_script.py, line 1)"),
+        ("\n{}['lr']", "cannot be imported: KeyError: 'lr' ("),
+        ("raise SystemExit(3)", "line 1); the commands import it, so what trains belongs below"),
     ],
 )
 def test_a_script_without_its_functions_is_refused(
@@ -168,3 +177,60 @@ def test_a_script_without_its_functions_is_refused(
     assert says in capsys.readouterr().err
     assert COMMAND.main(["plan", f"{script}.py"]) == 2
     assert "does not exist; pass a script or a module" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "races"])
+def test_an_error_of_the_program_is_no_finding(
+    command: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(script).write_text(SCRIPT.replace("return model(batch)", "return batch.no_such_name"))
+    assert COMMAND.main([command, script]) == 2
+    said = capsys.readouterr().err
+    assert "Tensor' object has no attribute 'no_such_name'" in said
+    assert said.endswith(f"error: {command} could not run {script} to its end; see above\n")
+
+
+@distributed(2)
+def test_an_error_of_a_verified_program_ends_each_rank_with_2(tmp_path: Path) -> None:
+    folder = tmp_path / str(dist.get_rank())
+    folder.mkdir()
+    text = SCRIPT.replace("return model(batch)", "return batch.no_such_name")
+    (folder / "own_script.py").write_text(text)
+    with patch.object(sys, "path", [*sys.path]):
+        assert COMMAND.main(["verify", str(folder / "own_script.py")]) == 2
+
+
+@pytest.mark.parametrize("option", ["--html", "--picture"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_program_runs(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert COMMAND.main(["plan", "no_program.py", option, f"{tmp_path}/none/file.png"]) == 2
+    assert "cannot be written: there is no folder" in capsys.readouterr().err
+
+
+def test_a_picture_of_no_known_format_is_refused(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert COMMAND.main(["plan", script, "--picture", f"{script}.none"]) == 2
+    assert "own_script.py.none: Format 'none' is not supported" in capsys.readouterr().err
+
+
+def test_a_rank_or_launcher_that_a_signal_ended_has_the_exit_code_of_a_shell() -> None:
+    def failed(code: int) -> None:
+        failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="")
+        raise ChildFailedError("train.py", {0: failure})
+
+    def interrupted() -> None:
+        raise SignalException("got signal: 2", signal.SIGINT)
+
+    assert exit_code_of(lambda: None) == 0
+    assert exit_code_of(lambda: failed(7)) == 7
+    assert exit_code_of(lambda: failed(-9)) == 128 + 9
+    assert exit_code_of(interrupted) == 128 + 2
+
+
+def test_json_has_null_for_numbers_that_json_lacks() -> None:
+    value = {"loss": [float("nan"), 1.5], "limits": {"high": float("inf")}}
+    text = json_text(value)
+    assert json.loads(text) == {"loss": [None, 1.5], "limits": {"high": None}}
+    assert "NaN" not in text

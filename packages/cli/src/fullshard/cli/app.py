@@ -5,7 +5,6 @@ Nothing heavy is imported before a command runs, so that ``--help`` and completi
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from collections.abc import Sequence
@@ -40,7 +39,8 @@ _EPILOG = """\
 
 [b]Exit codes[/b]
 
-0: all is well. 1: a check found something. 2: a wrong argument. 128 and more: ended by a signal.
+0: all is well. 1: a check found something. 2: a wrong argument, or an error in a checked script.
+128 and more: ended by a signal.
 [b]run[/b] and [b]train[/b] end as the first rank that failed.
 """
 
@@ -212,6 +212,7 @@ def compare(
         run_app("fullshard_bench", ["compare", *words], "fullshard bench")
     from fullshard.cli.running.runs import RunError, read_run
     from fullshard.cli.running.tables import ranks_table, runs_table
+    from fullshard.preflight.spi import json_text
 
     try:
         found = [read_run(each) for each in runs]
@@ -227,7 +228,7 @@ def compare(
             _refuse(str(error))
     values = [each.value() for each in found]
     if as_json:
-        typer.echo(json.dumps(values, indent=2))
+        typer.echo(json_text(values))
     else:
         console = _console()
         console.print(runs_table(found))
@@ -267,6 +268,7 @@ def convert(
     fullshard convert global_step100 model.safetensors, fullshard convert weights folder --to dcp
     """
     from fullshard.cli.converting.command import ConvertError, convert_or_list
+    from fullshard.preflight.spi import json_text
 
     try:
         told = convert_or_list(
@@ -275,7 +277,7 @@ def convert(
     except ConvertError as error:
         _refuse(str(error))
     if as_json:
-        typer.echo(json.dumps(told.value(), indent=2))
+        typer.echo(json_text(told.value()))
     else:
         told.show(_console())
 

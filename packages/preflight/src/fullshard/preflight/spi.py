@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fullshard.preflight.commands.local_ranks import default_ranks, share_cores
+from fullshard.preflight.commands.json_text import json_text
+from fullshard.preflight.commands.local_ranks import default_ranks, exit_code_of, share_cores
 from fullshard.preflight.pages.page import Figure, PageError, Table, write_page
 from fullshard.preflight.planning.memory.ledger import Ledger
 from fullshard.preflight.planning.memory.places import Places
@@ -20,6 +21,8 @@ __all__ = [
     "Storages",
     "Table",
     "default_ranks",
+    "exit_code_of",
+    "json_text",
     "local_tensors",
     "run_command",
     "share_cores",

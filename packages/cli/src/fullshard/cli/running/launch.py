@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.run import get_args_parser, run
 
-from fullshard.preflight.spi import default_ranks, share_cores
+from fullshard.preflight.spi import default_ranks, exit_code_of, share_cores
 
 __all__ = ["run_script"]
 
@@ -19,7 +18,8 @@ Runs a script on several ranks, as torchrun does, with fullshard in the place of
 torch.distributed.fsdp's names are fullshard's while it runs. Without options it starts one rank per
 accelerator of this machine, or two on the CPU. All other options are torchrun's.
 
-exit codes: 0, 2 after a wrong argument, else that of the first rank that failed.
+exit codes: 0, 2 after a wrong argument, else that of the first rank that failed (128 and more:
+ended by a signal).
 
 examples:
   fullshard run train.py --steps 100
@@ -30,7 +30,7 @@ _SINGLE_HOST = ("nnodes", "rdzv_backend", "rdzv_endpoint", "master_addr", "maste
 
 
 def run_script(words: Sequence[str], prog: str) -> int:
-    """Run what ``words`` name, and return the exit code.
+    """Run the script in ``words`` on its ranks, and return the exit code.
 
     Raises:
         SystemExit: after a wrong option, or ``--help``.
@@ -67,9 +67,4 @@ def run_script(words: Sequence[str], prog: str) -> int:
         given.training_script = "fullshard.cli.running.recorded"
         given.training_script_args = [str(given.record), *options, *program]
     given.module = True
-    try:
-        record(run)(given)
-    except ChildFailedError as error:
-        sys.stderr.write(f"{error}\n")
-        return int(error.get_first_failure()[1].exitcode)
-    return 0
+    return exit_code_of(lambda: record(run)(given))

@@ -7,18 +7,21 @@ without torchrun the command starts ranks by itself.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.spi import CommandParser
 from fullshard.preflight import __version__
+from fullshard.preflight.commands.json_text import json_text
 from fullshard.preflight.commands.local_ranks import default_ranks, inside_ranks, start_ranks
 from fullshard.preflight.commands.results import plan_value, races_value, verdict_value
 from fullshard.preflight.commands.training import planned, raced
@@ -26,7 +29,7 @@ from fullshard.preflight.commands.user_program import ProgramError, accepted, lo
 from fullshard.preflight.costs.devices import DEVICES
 from fullshard.preflight.doctor.command import run_doctor
 from fullshard.preflight.pages.contents import plan_parts, races_parts, verdict_parts
-from fullshard.preflight.pages.page import PageError, write_page
+from fullshard.preflight.pages.page import PageError, require_folder, require_page, write_page
 from fullshard.preflight.planning.failures import PlanError
 from fullshard.preflight.sizes import parse_bytes
 from fullshard.preflight.verification.verify import verify
@@ -38,7 +41,20 @@ _PROGRAM = (
     "if you have them, shard(model), optimizer(params) and tokens(batch); or with :function, which "
     "returns a dict of the arguments of fullshard.preflight.verify"
 )
-_CODES = "Exit code: 0, 1 if {finding}, 2 after a wrong argument."
+_CODES = "Exit code: 0, 1 if {finding}, 2 after a wrong argument or an error of the program."
+
+
+@dataclass(frozen=True)
+class _Output:
+    """Where results are printed, as text or as JSON."""
+
+    stream: TextIO
+    as_json: bool
+
+    def print(self, text: object, value: object) -> None:
+        """Print ``text`` for a person, or ``value`` as JSON."""
+        self.stream.write(f"{json_text(value) if self.as_json else text}\n")
+        self.stream.flush()
 
 
 def main(
@@ -47,7 +63,7 @@ def main(
     prog: str = "python -m fullshard.preflight",
     module: str = "fullshard.preflight",
 ) -> int:
-    """Run the command on this rank; return 0 if all is well, 1 after a finding.
+    """Run the command on this rank; return 0 if all is well, 1 after a finding, 2 after an error.
 
     Args:
         arguments: words of the command line; None: those of this process.
@@ -58,25 +74,35 @@ def main(
     given = _parser(prog).parse_args(words)
     if given.command == "doctor":
         return run_doctor(given.folder, given.ranks, as_json=given.json)
+    output = _Output(sys.stdout, given.json)
     try:
-        return _run(given, words, module)
+        # With --json, nothing else is on stdout: lines that the program prints go to stderr.
+        with redirect_stdout(sys.stderr if given.json else sys.stdout):
+            return _run(given, words, module, output)
     except (ProgramError, PageError) as error:
         return _refuse(str(error))
+    except Exception:  # 1, Python's own code after a traceback, would mean a finding
+        traceback.print_exc()
+        return _refuse(f"{given.command} could not run {given.program} to its end; see above")
 
 
-def _run(given: argparse.Namespace, words: list[str], module: str) -> int:
+def _run(given: argparse.Namespace, words: list[str], module: str, output: _Output) -> int:
+    if given.html is not None:
+        require_page(given.html)
+    if given.command == "plan" and given.picture is not None:
+        require_folder(given.picture)
     program = load_program(given.program)
     if given.command == "plan":
-        return _plan(given, program)
+        return _plan(given, program, output)
     if given.command == "races":
         report = raced(program, given.mesh, steps=given.steps)
         if given.html is not None:
             write_page(given.html, f"Races of {given.program}", races_parts(report))
-        _say(races_value(report) if given.json else report, as_json=given.json)
+        output.print(report, races_value(report))
         return 0 if report.ok else 1
     if not dist.is_initialized() and not inside_ranks():
         return start_ranks(module, words, given.ranks or default_ranks())
-    return _verify(given, program)
+    return _verify(given, program, output)
 
 
 def _parser(prog: str) -> CommandParser:
@@ -86,17 +112,26 @@ def _parser(prog: str) -> CommandParser:
         version=__version__,
     )
     commands = parser.add_subparsers(required=True, dest="command")
+    for add in (_add_doctor, _add_plan, _add_verify, _add_races):
+        add(commands)
+    return parser
+
+
+def _add_doctor(commands: Any) -> None:
     doctor = _command(
         commands,
         "doctor",
         "check versions, devices, limits, collectives and links",
         "Checks this machine and ranks started on it; under torchrun, all its ranks. "
-        + _CODES.format(finding="a check failed (warnings do not count)"),
+        "Exit code: 0, 1 if a check failed (warnings do not count), 2 after a wrong argument.",
         ["doctor", "doctor --folder /path/to/checkpoints --json"],
     )
     doctor.add_argument("--folder", type=Path, help="also measure the disk of this folder")
     doctor.add_argument("--ranks", type=_count, help="ranks to start here (one per device, or 2-4)")
-    plan = _command(
+
+
+def _add_plan(commands: Any) -> None:
+    plan = _program_command(
         commands,
         "plan",
         "the memory and time of a step in a world of any size",
@@ -104,7 +139,6 @@ def _parser(prog: str) -> CommandParser:
         + _CODES.format(finding="no mesh fits the budget"),
         ["plan train.py --mesh 8 64", "plan train.py --mesh 8x64 --device h100 --budget 80GiB"],
     )
-    plan.add_argument("program", help=_PROGRAM)
     plan.add_argument(
         "--mesh", nargs="+", type=_mesh, default=[(default_ranks(),)], metavar="N|MxN",
         help="ranks that shard, or replicas x ranks that shard (the ranks of this machine)",
@@ -116,20 +150,25 @@ def _parser(prog: str) -> CommandParser:
     plan.add_argument("--budget", type=_size, metavar="80GiB", help="memory of one device")
     plan.add_argument("--micro-batches", type=_count, default=1, metavar="N", help="of a step (1)")
     plan.add_argument("--picture", type=Path, metavar="FILE", help="of the last mesh (matplotlib)")
-    check = _command(
+
+
+def _add_verify(commands: Any) -> None:
+    check = _program_command(
         commands,
         "verify",
         "train both ways and compare",
         "Trains your model sharded on all ranks and unsharded on rank 0, and compares each tensor. "
-        "Under torchrun on its ranks, else on ranks that it starts. "
+        "Under torchrun on its ranks, otherwise on ranks that it starts. "
         + _CODES.format(finding="they differ"),
         ["verify train.py", "verify train.py --ranks 4 --steps 5"],
     )
-    check.add_argument("program", help=_PROGRAM)
     check.add_argument("--steps", type=_count, help="how many steps, instead of the program's (3)")
     check.add_argument("--stretch", type=float, help="a factor on what rounding may make differ")
     check.add_argument("--ranks", type=_count, help="ranks to start here (one per device, or 2)")
-    races = _command(
+
+
+def _add_races(commands: Any) -> None:
+    races = _program_command(
         commands,
         "races",
         "missing waits between streams",
@@ -137,10 +176,8 @@ def _parser(prog: str) -> CommandParser:
         + _CODES.format(finding="there are races, or nothing was shown"),
         ["races train.py", "races train.py --mesh 2x2"],
     )
-    races.add_argument("program", help=_PROGRAM)
     races.add_argument("--mesh", type=_mesh, default=(4,), metavar="N|MxN", help="ranks (4)")
     races.add_argument("--steps", type=_count, default=2, metavar="N", help="how many steps (2)")
-    return parser
 
 
 def _command(
@@ -156,10 +193,18 @@ def _command(
         formatter_class=_Formatter,
     )
     command.add_argument("--json", action="store_true", help="print JSON")
-    if name != "doctor":
-        command.add_argument(
-            "--html", type=Path, metavar="FILE", help="write a page that needs no network (plotly)"
-        )
+    return command
+
+
+def _program_command(
+    commands: Any, name: str, short: str, description: str, examples: Sequence[str]
+) -> CommandParser:
+    """Return a command that runs the user's program."""
+    command = _command(commands, name, short, description, examples)
+    command.add_argument("program", help=_PROGRAM)
+    command.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page that needs no network (plotly)"
+    )
     return command
 
 
@@ -172,7 +217,7 @@ class _Formatter(argparse.HelpFormatter):
         return super()._fill_text(text, width, indent)
 
 
-def _plan(given: argparse.Namespace, program: dict[str, Any]) -> int:
+def _plan(given: argparse.Namespace, program: dict[str, Any], output: _Output) -> int:
     plans = []
     for mesh in given.mesh:
         try:
@@ -183,17 +228,20 @@ def _plan(given: argparse.Namespace, program: dict[str, Any]) -> int:
         if not given.json:
             fits = given.budget is None or found.fits(given.budget)
             over = "" if fits else f"\ndoes not fit {given.budget} bytes"
-            _say(f"{found}{over}\n", as_json=False)
+            output.print(f"{found}{over}\n", None)
     if given.picture is not None:
-        found.draw(given.picture, budget=given.budget)
+        try:
+            found.draw(given.picture, budget=given.budget)
+        except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no matplotlib
+            raise PageError(f"--picture {given.picture}: {error}") from error
     if given.html is not None:
         write_page(given.html, f"Plan of {given.program}", plan_parts(plans, given.budget))
     if given.json:
-        _say([plan_value(each, given.budget) for each in plans], as_json=True)
+        output.print("", [plan_value(each, given.budget) for each in plans])
     return 0 if given.budget is None or any(each.fits(given.budget) for each in plans) else 1
 
 
-def _verify(given: argparse.Namespace, program: dict[str, Any]) -> int:
+def _verify(given: argparse.Namespace, program: dict[str, Any], output: _Output) -> int:
     wanted = {"steps": given.steps, "stretch": given.stretch}
     program = accepted(verify, program) | {k: v for k, v in wanted.items() if v is not None}
     began = not dist.is_initialized()
@@ -204,7 +252,7 @@ def _verify(given: argparse.Namespace, program: dict[str, Any]) -> int:
     try:
         verdict = verify(**program)
         if dist.get_rank() == 0:
-            _say(verdict_value(verdict) if given.json else verdict, as_json=given.json)
+            output.print(verdict, verdict_value(verdict))
             if given.html is not None:
                 write_page(given.html, f"Verdict on {given.program}", verdict_parts(verdict))
     finally:
@@ -217,11 +265,6 @@ def _refuse(message: str) -> int:
     """Report an error of the user, and return the exit code for it."""
     sys.stderr.write(f"error: {message}\n")
     return 2
-
-
-def _say(value: object, *, as_json: bool) -> None:
-    sys.stdout.write(f"{json.dumps(value, indent=2) if as_json else value}\n")
-    sys.stdout.flush()
 
 
 def _checked(parse: Callable[[str], Any], text: str) -> Any:

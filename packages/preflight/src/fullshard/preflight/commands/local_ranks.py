@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Container, Sequence
 
 import torch
 
-__all__ = ["default_ranks", "inside_ranks", "share_cores", "start_ranks"]
+__all__ = ["default_ranks", "exit_code_of", "inside_ranks", "share_cores", "start_ranks"]
 
 _SAID = frozenset({1, 2})
 """Exit codes of ranks that have printed the reason: a finding, or an error of the user."""
@@ -31,13 +32,8 @@ def share_cores(ranks: int) -> None:
 
 
 def start_ranks(module: str, words: Sequence[str], ranks: int) -> int:
-    """Run ``python -m module words`` on new ranks of this machine, and return the exit code.
-
-    Raises:
-        ChildFailedError: if a rank ended without printing a reason.
-    """
+    """Run ``python -m module words`` on new ranks of this machine, and return the exit code."""
     # Imported here: the launcher brings modules that ranks do not need.
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
     share_cores(ranks)
@@ -46,14 +42,33 @@ def start_ranks(module: str, words: Sequence[str], ranks: int) -> int:
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     logger.addFilter(_is_news)
     try:
-        run(given)
-    except ChildFailedError as error:
-        code = int(error.get_first_failure()[1].exitcode)
-        if code not in _SAID:
-            raise
-        return code
+        return exit_code_of(lambda: run(given), reported=_SAID)
     finally:
         logger.removeFilter(_is_news)
+
+
+def exit_code_of(launch: Callable[[], object], *, reported: Container[int] = ()) -> int:
+    """Run a launcher, and return the exit code: of the first rank that failed, or 0.
+
+    A rank or a launcher that a signal ended has 128 and the number of the signal, as in a shell.
+
+    Args:
+        launch: starts ranks and waits for them, as ``torch.distributed.run.run`` does.
+        reported: exit codes of ranks that have printed the reason. After another code, the
+            function prints the report of the launcher.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        launch()
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except ChildFailedError as error:
+        code = int(error.get_first_failure()[1].exitcode)
+        if code not in reported:
+            sys.stderr.write(f"{error}\n")
+        return code if code >= 0 else 128 - code
     return 0
 
 

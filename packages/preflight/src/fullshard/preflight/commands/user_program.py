@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -60,21 +61,31 @@ def load_program(name: str) -> dict[str, Any]:
 
 def _module(where: str, name: str) -> ModuleType:
     path = Path(where)
+    if path.suffix == ".py" and not path.is_file():
+        raise ProgramError(f"{where} does not exist; pass a script or a module")
     try:
         if path.suffix != ".py":
             sys.path.insert(0, "")
             return importlib.import_module(where)
-        if not path.is_file():
-            raise ProgramError(f"{where} does not exist; pass a script or a module")
         sys.path.insert(0, str(path.resolve().parent))
         spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
         assert spec is not None and spec.loader is not None, "the suffix is that of a script"
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module  # dataclasses and pickle look for it there
         spec.loader.exec_module(module)
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         raise ProgramError(f"{name} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ProgramError(
+            f"{name} cannot be imported: {_described(error)}; the commands import it, so what "
+            "trains belongs below `if __name__ == '__main__'`"
+        ) from error
     return module
+
+
+def _described(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
 
 
 def _called(module: ModuleType, function: str, name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Figure", "PageError", "Table", "Text", "write_page"]
+__all__ = ["Figure", "PageError", "Table", "Text", "require_folder", "require_page", "write_page"]
 
 
 class PageError(RuntimeError):
@@ -96,17 +96,41 @@ class Figure:
         )
 
 
+def _plotly() -> Any:
+    try:
+        # a name in a string: plotly has no types, and is needed here alone
+        return importlib.import_module("plotly.offline")
+    except ImportError:
+        raise PageError("--html needs plotly; pip install plotly") from None
+
+
+def require_page(path: Path) -> None:
+    """Check, before a long computation, that a page can be written.
+
+    Raises:
+        PageError: if plotly is not installed, or there is no folder for the file.
+    """
+    _plotly()
+    require_folder(path)
+
+
+def require_folder(path: Path) -> None:
+    """Check that there is a folder for the file.
+
+    Raises:
+        PageError: if there is none.
+    """
+    if not path.absolute().parent.is_dir():
+        raise PageError(f"{path} cannot be written: there is no folder {path.parent}")
+
+
 def write_page(path: Path, title: str, parts: Iterable[Text | Table | Figure]) -> None:
     """Write a page.
 
     Raises:
         PageError: if plotly is not installed, or the file cannot be written.
     """
-    try:
-        # a name in a string: plotly has no types, and is needed here alone
-        script = importlib.import_module("plotly.offline").get_plotlyjs()
-    except ImportError:
-        raise PageError("--html needs plotly; pip install plotly") from None
+    script = _plotly().get_plotlyjs()
     body = "\n".join(part.to_html(number) for number, part in enumerate(parts))
     text = (
         "<!doctype html>\n"
