@@ -54,6 +54,13 @@ def test_help_of_a_command_has_an_example(command: str) -> None:
     assert f"Examples: fullshard {command} " in shown.output
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_breaks_no_line_inside_a_paragraph(command: str) -> None:
+    commands: Any = typer.main.get_command(app)
+    for paragraph in commands.commands[command].help.split("\n\n"):
+        assert "\n" not in paragraph  # typer would keep it, at the width of the source
+
+
 @pytest.mark.parametrize("command", ["doctor", "plan", "verify", "races", "compare", "convert"])
 def test_a_command_whose_result_is_a_value_prints_json(command: str) -> None:
     assert "--json" in _run(command, "--help").output

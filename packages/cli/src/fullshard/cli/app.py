@@ -5,11 +5,12 @@ Nothing heavy is imported before a command runs, so that ``--help`` and completi
 
 from __future__ import annotations
 
+import inspect
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -58,6 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line, and leave with its exit code."""
     app(args=None if arguments is None else list(arguments), prog_name="fullshard")
     raise SystemExit(0)
+
+
+_Command = TypeVar("_Command", bound=Callable[..., None])
+
+
+def _in_paragraphs(command: _Command) -> _Command:
+    """Join the lines of each paragraph of the help, which typer shows as they are in the source."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    command.__doc__ = "\n\n".join(each.replace("\n", " ") for each in paragraphs)
+    return command
 
 
 def _version(wanted: bool) -> None:
@@ -114,6 +125,7 @@ def races(context: typer.Context) -> None:
 
 
 @app.command(rich_help_panel=_BEFORE)
+@_in_paragraphs
 def init(
     target: Annotated[
         Path | None, typer.Argument(help="The file to write (train.py, or train.toml).")
@@ -191,6 +203,7 @@ _AFTER = "After a run"
 
 
 @app.command(rich_help_panel=_AFTER)
+@_in_paragraphs
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or two records of bench.")],
     html: Annotated[
@@ -238,6 +251,7 @@ def compare(
 
 
 @app.command(rich_help_panel=_AFTER)
+@_in_paragraphs
 def convert(
     source: Annotated[Path, typer.Argument(help="A folder or file of a checkpoint.")],
     target: Annotated[
@@ -250,7 +264,8 @@ def convert(
         str | None, typer.Option(help="The part of a nested state dict that is the model.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Of floating-point tensors: float32, bfloat16, float16.")
+        str | None,
+        typer.Option(help="Floating-point tensors as float32, bfloat16, float16, float64."),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of one safetensors file.")] = "5GB",
     check: Annotated[bool, typer.Option(help="Read everything back and compare.")] = True,
