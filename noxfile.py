@@ -39,9 +39,8 @@ PARALLEL = ("-q", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reor
 SHARED_CORES = {"OMP_WAIT_POLICY": "passive"}
 
 # What `versions` runs: every package, and the engine beside the torch that is installed.
-PACKAGES = ["comm", "wire", "sharding", "policies", "checkpoint", "optim", "preflight", "elastic"]
-PACKAGES += ["wrappers", "cli"]
-CORE = [f"tests/{each}" for each in PACKAGES]
+LIBRARIES = [Path(each).name for each in MEMBERS if each.startswith("packages/")]
+CORE = [f"tests/{each}" for each in LIBRARIES if Path("tests", each).is_dir()]
 CORE += ["tests/parity/test_against_torch.py", "tests/parity/test_training.py"]
 
 
