@@ -1,6 +1,6 @@
 """The commands of ``fullshard``, with their help.
 
-Nothing heavy is imported before a command runs, so that ``--help`` and completion are quick.
+A command imports its modules inside its function, so ``--help`` and completion are quick.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def compare(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show runs beside each other: steps, times, losses, memory; of one run, each rank.
+    """Compare runs in a table: steps, times, losses, memory; of one run, show each rank.
 
     A run is a folder of fullshard run --record, or any folder with a metrics.jsonl whose lines have
     step and loss, such as a run of fullshard train. Two JSON files are records of fullshard bench.

@@ -69,7 +69,7 @@ def _opened(path: Path, key: str | None) -> Checkpoint:
         if is_zero(path):
             return open_zero(path)
         below = [each.parent for each in path.glob(f"pytorch_model_fsdp*/{METADATA}")]
-        if len(below) == 1:  # Accelerate's folder: weights beside optimizer and random states
+        if len(below) == 1:  # Accelerate's folder of weights, optimizer state and random state
             return open_dcp(below[0], key)
     elif path.suffix in SUFFIXES:
         return open_torch_file(path, key)

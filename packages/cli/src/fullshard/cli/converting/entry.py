@@ -16,7 +16,7 @@ _NO_TENSORS = "{path} has no tensors; pass the folder or file of a checkpoint"
 
 
 class ConvertError(ValueError):
-    """A checkpoint that cannot be read or written; the message says what to do."""
+    """A checkpoint that cannot be read or written; the message has the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)

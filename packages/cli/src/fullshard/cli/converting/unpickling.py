@@ -1,4 +1,4 @@
-"""A pickle module for ``torch.load`` that builds tensors and plain values, and nothing else.
+"""A pickle module for ``torch.load`` that builds only tensors and plain values.
 
 DeepSpeed's files name classes of DeepSpeed. Objects of these classes become ``Unknown``, so reading
 needs no DeepSpeed and runs no code of the file. Any other class is refused.

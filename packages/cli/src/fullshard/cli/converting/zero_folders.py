@@ -31,7 +31,7 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 
 @dataclass(frozen=True)
 class _Rank:
-    """The float32 values of one rank: flat tensors, of which parts are taken by position."""
+    """The float32 values of one rank: flat tensors, read by positions of elements."""
 
     flat: tuple[torch.Tensor, ...]
 
@@ -50,7 +50,7 @@ class _Rank:
 
 
 def is_zero(path: Path) -> bool:
-    """Return whether ``path`` is a folder of ZeRO, or the folder of one of its tags."""
+    """Return whether ``path`` is a folder of ZeRO, or the folder of a tag."""
     return path.is_dir() and (_tagged(path) is not None)
 
 

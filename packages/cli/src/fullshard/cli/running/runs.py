@@ -15,23 +15,23 @@ METRICS = "metrics.jsonl"
 
 
 class RunError(ValueError):
-    """A folder that has no run; the message says what to do."""
+    """A folder without a run; the message has the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What one rank recorded.
+    """The record of one rank.
 
     Attributes:
         rank: its number.
-        host: where it ran.
-        device: what it computed on.
-        error: how it ended, if by an error.
+        host: the name of its host.
+        device: the type of its device.
+        error: the error that ended the rank; empty if none did.
         seconds: from its start to its end.
-        steps: of its optimizer.
-        step_seconds: from one step's end to the next.
-        events: of the engine, by kind, each with ``count`` and ``bytes``.
-        peak_memory: bytes, of tensors on an accelerator, else of the process.
+        steps: steps of its optimizer.
+        step_seconds: seconds from the end of one step to the end of the next.
+        events: events of the engine, by kind, each with ``count`` and ``bytes``.
+        peak_memory: bytes of tensors on an accelerator, or of the process on the CPU.
     """
 
     rank: int
@@ -65,10 +65,10 @@ class Run:
 
     Attributes:
         name: the folder.
-        ranks: what each rank recorded; empty without ``run --record``.
-        world: how many ranks there were; 0 if nothing was recorded.
-        losses: by step, of training.
-        held_out: by step, on other data.
+        ranks: the records of the ranks; empty without ``run --record``.
+        world: the number of ranks; 0 without records.
+        losses: losses of training, by step.
+        held_out: losses on other data, by step.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The five questions, and answers that are checked as they are given."""
+"""The five questions, and the check of each answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLE = "example"
 
 
 class AnswerError(ValueError):
-    """An answer that means nothing; the message has the allowed answers."""
+    """A wrong answer; the message has the allowed answers."""
 
 
 @dataclass(frozen=True, kw_only=True)

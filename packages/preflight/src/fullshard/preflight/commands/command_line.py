@@ -76,7 +76,7 @@ def main(
         return run_doctor(given.folder, given.ranks, as_json=given.json)
     output = _Output(sys.stdout, given.json)
     try:
-        # With --json, nothing else is on stdout: lines that the program prints go to stderr.
+        # With --json, stdout has the JSON alone: lines that the program prints go to stderr.
         with redirect_stdout(sys.stderr if given.json else sys.stdout):
             return _run(given, words, module, output)
     except (ProgramError, PageError) as error:
