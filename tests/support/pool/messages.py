@@ -22,7 +22,7 @@ class Outcome(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """The order for a rank process; paths are those of its pool's folder."""
+    """The order for a rank process; paths are those of its pool's folder, ``timeout`` of gloo."""
 
     rank: int
     world_size: int
@@ -30,6 +30,7 @@ class Start:
     stacks: Path
     log: Path
     environment: Mapping[str, str]
+    timeout: float = 600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

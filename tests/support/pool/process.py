@@ -198,7 +198,7 @@ def serve(start: Start, pipe: Connection) -> NoReturn:
             init_method=start.store.as_uri(),
             rank=start.rank,
             world_size=start.world_size,
-            timeout=datetime.timedelta(minutes=10),
+            timeout=datetime.timedelta(seconds=start.timeout),
         )
         dist.barrier()
         state = _ProcessState()

@@ -26,7 +26,7 @@ from support.pool.messages import Job, Outcome, Report, Settle, Start
 from support.pool.starting import RankProcess
 
 START_TIMEOUT = 120.0  # seconds until every rank has imported torch and joined the group
-GRACE = 5.0  # seconds the other ranks get once one has failed
+GRACE = 5.0
 # Each has a thread that wakes a hundred times a second: dozens of them, in each of four ranks, are
 # more work than the tests. New ranks cost a tenth of a second.
 MOST_PROCESS_GROUPS = 15
@@ -64,10 +64,15 @@ class _Rank:
 
 
 class RankPool:
-    """``world_size`` processes joined in one gloo group, waiting for jobs."""
+    """``world_size`` processes joined in one gloo group, waiting for jobs.
 
-    def __init__(self, world_size: int) -> None:
+    ``grace``: seconds that the other ranks get once one has failed; ``timeout``: seconds that a
+    rank waits for another one.
+    """
+
+    def __init__(self, world_size: int, *, grace: float = GRACE, timeout: float = 600.0) -> None:
         self.world_size = world_size
+        self._grace, self._timeout = grace, timeout
         self._directory = tempfile.TemporaryDirectory(prefix="fullshard-ranks-")
         self._ranks = [self._start(rank) for rank in range(world_size)]
         self._log_starts = [0] * world_size
@@ -89,6 +94,7 @@ class RankPool:
             stacks=stacks,
             log=log,
             environment=self._environment(rank),
+            timeout=self._timeout,
         )
         return _Rank(process=RankProcess(start), log=log, stacks=stacks)
 
@@ -180,7 +186,7 @@ class RankPool:
                 report = _receive(pipe)
                 reports[ranks[pipe]] = report
                 if report.outcome in (Outcome.RAISED, Outcome.DIED):
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + self._grace)
             if time.monotonic() >= deadline:
                 break
         stuck = [ranks[pipe] for pipe in waiting]

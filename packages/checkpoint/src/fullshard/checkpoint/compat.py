@@ -5,11 +5,13 @@ Each function names the private name and the reason; each was seen on torch 2.11
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch.distributed as dist
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-__all__ = ["ShardMetadata", "ShardedTensor", "process_group_of"]
+__all__ = ["ShardMetadata", "ShardedTensor", "process_group_of", "set_timeout"]
 
 
 def process_group_of(tensor: ShardedTensor) -> dist.ProcessGroup:
@@ -19,3 +21,11 @@ def process_group_of(tensor: ShardedTensor) -> dist.ProcessGroup:
     """
     process_group: dist.ProcessGroup = tensor._process_group
     return process_group
+
+
+def set_timeout(process_group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let collectives on CPU tensors wait this long for a rank (``_set_pg_timeout``).
+
+    ``new_group`` takes one time-out, for the collectives and for the ranks to connect.
+    """
+    dist.distributed_c10d._set_pg_timeout(timeout, process_group)

@@ -12,6 +12,7 @@ from fullshard.comm.collectives.coalescing import (
 )
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.collectives.launching import emit_launch, release
+from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.collectives.reduce import ReducePlan, take_input
 from fullshard.comm.collectives.replicas import AllReduceInFlight, SecondReduceInFlight
 from fullshard.comm.debug.calls import Call
@@ -40,6 +41,7 @@ from fullshard.comm.runtime.compat import (
     timeout_of,
 )
 from fullshard.comm.runtime.devices import DeviceTraits, can_pin, simulated, traits_of
+from fullshard.comm.runtime.ended_ranks import record_process
 from fullshard.comm.runtime.host_reads import host_reads_by, host_values
 from fullshard.comm.runtime.observer import LISTENERS, emit
 from fullshard.comm.runtime.process_exit import finish_threads_at_exit
@@ -117,7 +119,9 @@ __all__ = [
     "own_mask",
     "pack_gradients",
     "pieces_of",
+    "raise_located",
     "rank_major",
+    "record_process",
     "reduce_in_rank_order",
     "release",
     "release_frames",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.debug.debug import check_collective
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.carriers import carrier_of
@@ -40,7 +41,7 @@ def all_reduce_numbers(
 
     Raises:
         ValueError: if ``numbers`` is not contiguous.
-        PeerLostError: where ranks share memory, if one has ended or does not come in time.
+        PeerLostError: if a rank of this host has ended, or a rank that shares memory is late.
         CollectiveMismatchError: in debug mode, if the ranks did not come to the same collective.
     """
     if not numbers.is_contiguous():
@@ -55,6 +56,9 @@ def all_reduce_numbers(
         AutomaticTransport().all_reduce(numbers, op, process_group, False)
         return
     sent = numbers.to(carrier_of(process_group, numbers.device))
-    dist.all_reduce(sent, op, process_group)
+    try:
+        dist.all_reduce(sent, op, process_group)
+    except RuntimeError as error:
+        raise_located(error, "all-reduce", name, process_group)
     if sent is not numbers:
         numbers.copy_(sent)

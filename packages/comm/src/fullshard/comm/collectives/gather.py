@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.collectives.launching import emit_launch, release, wait_for
+from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.coded import by_holder, coded_in
@@ -25,7 +26,6 @@ from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
-from fullshard.comm.same_host.shared_signals import PeerLostError
 from fullshard.comm.transports.collective import EPOCH, Route
 from fullshard.comm.transports.config import GatherConfig
 from fullshard.comm.transports.first_ranks import for_first_ranks
@@ -184,9 +184,8 @@ class OwnShards:
                     elif output.numel():  # equal on all ranks: none waits for an empty collective
                         asynchronous = async_op or streams.asynchronous_work
                         work = route.launch(output, buffer.slice, group, asynchronous)
-                except PeerLostError as error:
-                    error.say_where(config.what, config.name)
-                    raise
+                except RuntimeError as error:
+                    raise_located(error, config.what, config.name, group)
                 event = streams.record(streams.gather)
             return AllGatherInFlight(self.layout, config, buffer, work, event, self.tensors)
 

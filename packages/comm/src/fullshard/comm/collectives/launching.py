@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer
+from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.runtime.observer import EventKind, emit
 from fullshard.comm.runtime.streams import Stream
-from fullshard.comm.same_host.shared_signals import PeerLostError
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 
 __all__ = ["emit_launch", "release", "wait_for"]
@@ -28,13 +28,13 @@ def wait_for(config: GatherConfig | ReduceConfig, work: dist.Work) -> None:
     """Return once a collective that was launched is over.
 
     Raises:
-        PeerLostError: if a rank has ended.
+        PeerLostError: if a rank of this host has ended, or a rank that shares memory is late.
+        RuntimeError: another error of the backend.
     """
     try:
         work.wait()
-    except PeerLostError as error:
-        error.say_where(config.what, config.name)
-        raise
+    except RuntimeError as error:
+        raise_located(error, config.what, config.name, config.process_group)
 
 
 def release(config: GatherConfig | ReduceConfig, buffer: Buffer, owner: Stream) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fullshard.comm.buffers.buffers import Buffer, allocate_from
 from fullshard.comm.buffers.packing import pack_gradients, scale_result
 from fullshard.comm.collectives.launching import emit_launch, wait_for
+from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.debug.debug import DEBUGGED, check_layout, is_debugging
 from fullshard.comm.debug.poison import check_unpoisoned
 from fullshard.comm.layouts import checks, views
@@ -27,7 +28,6 @@ from fullshard.comm.runtime.observer import LISTENERS, EventKind
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.runtime.works import SeveralWorks, is_over
-from fullshard.comm.same_host.shared_signals import PeerLostError
 from fullshard.comm.transports.collective import EPOCH, Route, require_work
 from fullshard.comm.transports.config import ReduceConfig
 from fullshard.comm.transports.contribution import Contribution, PartsReducer
@@ -207,9 +207,8 @@ class ReducePlan:
                     elif given.numel():  # equal on all ranks: none waits for an empty collective
                         async_op = streams.asynchronous_work
                         work = route.launch(output, given, group, op, async_op)
-                except PeerLostError as error:
-                    error.say_where(config.what, config.name)
-                    raise
+                except RuntimeError as error:
+                    raise_located(error, config.what, config.name, group)
                 flight.launched(work)
             return flight
 
@@ -236,9 +235,8 @@ class ReducePlan:
         group, op = config.process_group, config.scaling.op
         try:
             flight.work = reducer.reduce_parts(flight.allocate, given, group, op)
-        except PeerLostError as error:
-            error.say_where(config.what, config.name)
-            raise
+        except RuntimeError as error:
+            raise_located(error, config.what, config.name, group)
         if flight.work is None:
             return None
         if not isinstance(flight.work, dist.Work):

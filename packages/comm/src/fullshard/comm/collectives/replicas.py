@@ -26,13 +26,13 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.packing import scale_result
 from fullshard.comm.collectives.launching import wait_for
+from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight, ReducePlan
 from fullshard.comm.debug.debug import check_layout
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime.compat import without_grad
 from fullshard.comm.runtime.observer import EventKind, emit
 from fullshard.comm.same_host.same_host import AutomaticTransport
-from fullshard.comm.same_host.shared_signals import PeerLostError
 
 __all__ = ["AllReduceInFlight", "SecondReduceInFlight", "all_reduce_shards"]
 
@@ -71,9 +71,8 @@ class AllReduceInFlight:
                     self._work = AutomaticTransport().all_reduce(
                         output, scaling.op, group, streams.asynchronous_work
                     )
-                except PeerLostError as error:
-                    error.say_where(config.what, name)
-                    raise
+                except RuntimeError as error:
+                    raise_located(error, config.what, name, group)
             if self._work is None:
                 self._scale()
             self._event = streams.record(streams.all_reduce)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import BufferSource
 from fullshard.comm.layouts.scaling import ReduceScaling
+from fullshard.comm.runtime.ended_ranks import record_process
 from fullshard.comm.runtime.process_exit import finish_threads_at_exit
 from fullshard.comm.runtime.streams import CommStreams, canonical_device
 from fullshard.comm.transports.collective import AllGather, Collective, ReduceScatter
@@ -39,6 +40,7 @@ class _Shared:
         object.__setattr__(self, "collective", Collective.of(self.comm))
         object.__setattr__(self, "device", canonical_device(self.device))
         finish_threads_at_exit()
+        record_process()
 
 
 @dataclass(frozen=True, kw_only=True)

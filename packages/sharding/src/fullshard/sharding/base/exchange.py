@@ -19,7 +19,13 @@ from fullshard.comm import (
     TensorSpec,
     all_gather_tensors,
 )
-from fullshard.comm.spi import AutomaticTransport, host_carrier_of, host_values, shares_memory
+from fullshard.comm.spi import (
+    AutomaticTransport,
+    host_carrier_of,
+    host_values,
+    raise_located,
+    shares_memory,
+)
 
 __all__ = ["numbers_of_ranks", "objects_of_ranks"]
 
@@ -48,7 +54,10 @@ def numbers_of_ranks(
     numbers = own.repeat(world_size)
     shared = shares_memory(process_group, own.device)  # sockets take ten times as long
     transport = AutomaticTransport() if shared else ProcessGroupTransport()
-    transport.all_gather(numbers, own, process_group, False)
+    try:
+        transport.all_gather(numbers, own, process_group, False)
+    except RuntimeError as error:
+        raise_located(error, "comparison", "settings", process_group)
     return host_values(numbers, alike)
 
 
@@ -58,7 +67,10 @@ def objects_of_ranks(
     """Gather an object of each rank, in rank order; arguments as in ``numbers_of_ranks``."""
     if host_carrier_of(process_group, device) is not None or plug_in is None:
         everyone = [value] * process_group.size()
-        dist.all_gather_object(everyone, value, group=process_group)
+        try:
+            dist.all_gather_object(everyone, value, group=process_group)
+        except RuntimeError as error:
+            raise_located(error, "comparison", "settings", process_group)
         return everyone
     text = bytearray(pickle.dumps(value))
     sizes = numbers_of_ranks(len(text), process_group, device, plug_in)

@@ -1,0 +1,53 @@
+"""Errors of a collective that say where this rank was, and which rank was lost."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from fullshard.comm.runtime.ended_ranks import ended_ranks
+from fullshard.comm.same_host.shared_signals import MessageKind, PeerLostError
+
+__all__ = ["raise_located"]
+
+_OF_BACKENDS = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)  # and no subclass
+
+
+def raise_located(
+    error: RuntimeError, collective: str, name: str, process_group: dist.ProcessGroup
+) -> NoReturn:
+    """Raise ``error``, which ended a collective, or a clearer error in its place.
+
+    A backend says that a connection broke, and not of which rank.
+
+    Args:
+        error: what was raised.
+        collective: what this rank was in.
+        name: whose tensors.
+        process_group: the ranks of the collective.
+
+    Raises:
+        PeerLostError: if a rank of this host has ended.
+        RuntimeError: otherwise ``error`` itself, with a note if a backend raised it.
+    """
+    if isinstance(error, PeerLostError):
+        error.say_where(collective, name)
+        raise error
+    if type(error) not in _OF_BACKENDS:
+        raise error
+    if ended := ended_ranks(process_group):
+        several = len(ended) > 1
+        who = f"{'ranks' if several else 'rank'} {', '.join(map(str, ended))}"
+        lost = PeerLostError(
+            f"{who} {'have' if several else 'has'} ended: see the first error of the job.",
+            ended[0],
+            MessageKind.ENDED,
+        )
+        lost.say_where(collective, name)
+        raise lost from error
+    error.add_note(
+        f"This rank was in the {collective} of {name or 'tensors'}. No other rank of its host is "
+        "known to have ended: look for the first error among the ranks of all hosts."
+    )
+    raise error
