@@ -26,6 +26,7 @@ from fullshard.checkpoint.options import (
 )
 from fullshard.checkpoint.rules.rule import Rule
 from fullshard.checkpoint.saving.async_save import PendingSave, async_save
+from fullshard.checkpoint.saving.file_checksums import DamagedCheckpointError, check_checkpoint
 from fullshard.checkpoint.saving.staging import snapshot
 from fullshard.checkpoint.saving.writing import SaveError
 from fullshard.checkpoint.streaming.stream import ParameterStream, iter_full
@@ -36,6 +37,7 @@ from fullshard.checkpoint.weights.save import SaveOptions, save_safetensors
 __version__ = "0.1.0"
 
 __all__ = [
+    "DamagedCheckpointError",
     "InitFn",
     "LoadOptions",
     "LoadReport",
@@ -51,6 +53,7 @@ __all__ = [
     "SaveReport",
     "WeightsError",
     "async_save",
+    "check_checkpoint",
     "flatten_sharded_optim_state_dict",
     "full_optim_state_dict",
     "initialise",

@@ -38,6 +38,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.agreement import format_error
+from fullshard.checkpoint.saving.file_checksums import (
+    checksum_of,
+    remove_checksums,
+    write_checksums,
+)
 from fullshard.checkpoint.saving.meeting import LostRanksError, Meeting
 
 __all__ = ["SaveError", "write"]
@@ -76,10 +81,11 @@ class SaveError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """A rank's report to the first one: its part of the plan, and each part's file and offset."""
+    """A rank's report to the first one: its part of the plan, each part's file, and checksums."""
 
     plan: SavePlan
     results: Sequence[WriteResult]
+    sums: Mapping[str, int]
     error: str
 
 
@@ -101,7 +107,7 @@ def write(
         SaveError: on every rank, if any of them failed, or was lost.
     """
     meeting, planner = Meeting(group), DefaultSavePlanner()
-    mine, results = SavePlan([]), list[WriteResult]()
+    mine, results, sums = SavePlan([]), list[WriteResult](), dict[str, int]()
     try:
         planner.set_up_planner(dict(state), is_coordinator=meeting.rank == 0)
         whole = {k for k, value in planner.state_dict.items() if not isinstance(value, DTensor)}
@@ -116,12 +122,13 @@ def write(
         if error is None:
             mine = _own_part(planner, owners, meeting.rank)
             results = _write_files(planner, mine, folder, prefix)
+            sums = {name: checksum_of(folder / name) for name in _files(results)}
     except Exception as caught:
         error = caught
     try:
         verdict = meeting.ask(
-            _Written(mine, results, format_error(error)),
-            lambda told: _commit(planner, told, folder),
+            _Written(mine, results, sums, format_error(error)),
+            lambda told: _commit(planner, told, folder, save_id),
         )
     except LostRanksError as lost:
         written = lost.first and _is_there(folder, save_id)
@@ -207,7 +214,14 @@ def _write_files(
     return results
 
 
-def _commit(planner: DefaultSavePlanner, told: Sequence[_Written], folder: Path) -> str:
+def _files(results: Sequence[WriteResult]) -> set[str]:
+    """Return the names of the files that were written."""
+    return {result.storage_data.relative_path for result in results}
+
+
+def _commit(
+    planner: DefaultSavePlanner, told: Sequence[_Written], folder: Path, save_id: str
+) -> str:
     """Make what was written the checkpoint, on the first rank; return what went wrong."""
     errors = [f"rank {rank}: {each.error}" for rank, each in enumerate(told) if each.error]
     if errors:
@@ -218,6 +232,8 @@ def _commit(planner: DefaultSavePlanner, told: Sequence[_Written], folder: Path)
         _, metadata = planner.create_global_plan([each.plan for each in told])
         temporary.mkdir()
         FileSystemWriter(temporary).finish(metadata, [[*each.results] for each in told])
+        sums = write_checksums(temporary, save_id, [each.sums for each in told])
+        sums.replace(folder / sums.name)
         _to_disk(folder)
         (temporary / ".metadata").replace(folder / ".metadata")
         _to_disk(folder)
@@ -225,7 +241,8 @@ def _commit(planner: DefaultSavePlanner, told: Sequence[_Written], folder: Path)
         return f"rank 0: {format_error(error)}"
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    kept = {result.storage_data.relative_path for each in told for result in each.results}
+    kept = {name for each in told for name in each.sums}
+    remove_checksums(folder, kept=save_id)
     _remove(path for path in folder.glob(_FILES) if path.name not in kept)
     for leftover in folder.glob(".committing-*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -239,8 +256,8 @@ def _require_all(told: Sequence[_Written], folder: Path) -> None:
         FileNotFoundError: if ranks have other folders, or no storage in common.
     """
     for rank, each in enumerate(told):
-        for result in each.results:
-            path = folder / result.storage_data.relative_path
+        for name in each.sums:
+            path = folder / name
             if not path.exists():
                 raise FileNotFoundError(
                     f"{path}, which rank {rank} wrote, is not in the folder of rank 0; pass the "

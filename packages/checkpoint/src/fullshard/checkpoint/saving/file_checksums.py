@@ -1,0 +1,136 @@
+"""Checksums of the files of a checkpoint, and their comparison before a load.
+
+Owns the file of checksums, beside the files of ``torch.distributed.checkpoint``, which has none: a
+byte that a disk changed is loaded without an error. The name of the file has the number of the
+save, so that it belongs to one ``.metadata`` and is never a mixture of two saves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+
+from fullshard.checkpoint.agreement import format_error
+from fullshard.checkpoint.process_groups import own_group
+from fullshard.checkpoint.saving.meeting import Meeting
+
+__all__ = [
+    "DamagedCheckpointError",
+    "check_checkpoint",
+    "checksum_of",
+    "remove_checksums",
+    "write_checksums",
+]
+
+_T = TypeVar("_T")
+
+_AT_ONCE = 2**24  # bytes
+_NAME = ".checksums-{}.json"
+
+
+class DamagedCheckpointError(RuntimeError):
+    """Files of a checkpoint are not as they were written. Raised on every rank.
+
+    Attributes:
+        files: their names in the folder.
+    """
+
+    def __init__(self, folder: Path, found: Mapping[str, str]) -> None:
+        """Take what is wrong with each file."""
+        wrong = "; ".join(f"{name} {what}" for name, what in sorted(found.items()))
+        super().__init__(
+            f"the checkpoint in {folder} is damaged: {wrong}. Load another checkpoint, or a copy "
+            "of these files"
+        )
+        self.files = tuple(sorted(found))
+
+
+def checksum_of(path: Path) -> int:
+    """Return the CRC-32 of a file."""
+    found = 0
+    with path.open("rb") as file:
+        while part := file.read(_AT_ONCE):
+            found = zlib.crc32(part, found)
+    return found
+
+
+def write_checksums(folder: Path, save_id: str, sums: Sequence[Mapping[str, int]]) -> Path:
+    """Write the checksums of a save, of each rank's files, to the disk; return the file."""
+    path = folder / _NAME.format(save_id)
+    with path.open("w") as file:
+        json.dump(_merged(sums), file)
+        file.flush()
+        os.fsync(file.fileno())
+    return path
+
+
+def remove_checksums(folder: Path, kept: str = "") -> None:
+    """Remove all files of checksums but that of the save ``kept``."""
+    for path in folder.glob(_NAME.format("*")):
+        if path.name != _NAME.format(kept):
+            path.unlink(missing_ok=True)
+
+
+def check_checkpoint(
+    folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None
+) -> bool:
+    """Compare the files of a checkpoint with the checksums that ``async_save`` wrote.
+
+    Each rank reads a share of the files. Call it before ``torch.distributed.checkpoint.load``, on
+    every rank, and not while a save into ``folder`` is under way.
+
+    Args:
+        folder: that of the checkpoint.
+        group: a gloo process group of the ranks; None: one that is made for this, of all ranks.
+
+    Returns:
+        Whether the checkpoint has checksums; those of torch and of older versions have none.
+
+    Raises:
+        DamagedCheckpointError: on every rank, if a file is missing, or not as it was written.
+        FileNotFoundError: if there is no checkpoint in the folder.
+    """
+    path = Path(folder)
+    if not (path / ".metadata").exists():
+        raise FileNotFoundError(f"{path} has no .metadata, so it is no checkpoint")
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = own_group("checks of checkpoints")
+    meeting = Meeting(group)
+    sums, mine = _checksums(path), dict[str, str]()
+    for name in sorted(sums)[meeting.rank :: meeting.size]:
+        if wrong := _compared(path / name, sums[name]):
+            mine[name] = wrong
+    found = meeting.ask(mine, _merged)
+    if found:
+        raise DamagedCheckpointError(path, found)
+    return bool(sums)
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    """Return the checksums by the names of files; empty if the checkpoint has none."""
+    stored = FileSystemReader(folder).read_metadata().storage_data or {}
+    files = {info.relative_path for info in stored.values()}
+    for path in folder.glob(_NAME.format("*")):
+        sums: dict[str, int] = json.loads(path.read_text())
+        if files and files == sums.keys():
+            return sums
+    return {}
+
+
+def _compared(path: Path, wanted: int) -> str:
+    """Return what is wrong with a file; empty if nothing is."""
+    try:
+        return "" if checksum_of(path) == wanted else "is not as it was written"
+    except OSError as error:
+        return f"cannot be read ({format_error(error)})"
+
+
+def _merged(everyone: Sequence[Mapping[str, _T]]) -> dict[str, _T]:
+    return {name: value for each in everyone for name, value in each.items()}

@@ -1,0 +1,90 @@
+"""Checkpoints whose files are no more as ``async_save`` wrote them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from fullshard.checkpoint import DamagedCheckpointError, async_save, check_checkpoint
+from fullshard.comm import PeerLostError
+from support.ranks import RanksFailed, distributed, run_on_ranks
+from support.surface.model import build, sharded
+from support.surface.wrappings import adamw
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def _state() -> dict[str, Any]:
+    net = sharded(build())
+    model, optimizer = get_state_dict(net, adamw(net.parameters()))
+    return {"model": model, "optimizer": optimizer, "step": 3}
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_flip, "is not as it was written"),
+        (_cut, "is not as it was written"),
+        (Path.unlink, "cannot be read"),
+    ],
+)
+@distributed(2)
+def test_a_damaged_file_is_named_on_every_rank(damage: Any, said: str, tmp_path: Path) -> None:
+    async_save(_state(), tmp_path).result()
+    assert check_checkpoint(tmp_path)
+    files = sorted(tmp_path.glob("*.distcp"))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        damage(files[1])
+    dist.barrier()
+    with pytest.raises(DamagedCheckpointError, match=f"{files[1].name} {said}") as caught:
+        check_checkpoint(tmp_path)
+    assert caught.value.files == (files[1].name,)
+
+
+@distributed(2)
+def test_checksums_are_those_of_the_last_save_and_a_checkpoint_of_torch_has_none(
+    tmp_path: Path,
+) -> None:
+    for _ in range(2):
+        async_save(_state(), tmp_path / "ours").result()
+    assert check_checkpoint(tmp_path / "ours")
+    assert len(list((tmp_path / "ours").glob(".checksums-*"))) == 1
+    dcp.save(_state(), checkpoint_id=tmp_path / "torchs")
+    assert not check_checkpoint(tmp_path / "torchs")
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        check_checkpoint(tmp_path / "none")
+
+
+def _saves_after_a_rank_has_ended(folder: Path) -> str:
+    dist.all_reduce(torch.ones(1))
+    state = _state()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError) as caught:
+        async_save(state, folder)
+    return str(caught.value)
+
+
+def test_the_first_save_after_a_rank_has_ended_raises_and_does_not_wait(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as ended:
+        run_on_ranks(_saves_after_a_rank_has_ended, 2, tmp_path, fresh=True)
+    assert ended.value.results[0].startswith("rank 1 has ended")
