@@ -255,6 +255,14 @@ def drill(session: nox.Session) -> None:
 
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)
+def campaign(session: nox.Session) -> None:
+    """Strike training jobs at random: ``-- --faults 1000``; the page about failures lists how."""
+    command = (_workspace(session, "python"), "tests/campaign/campaign.py", *session.posargs)
+    env = {"PYTHONPATH": _tests_path(), **SHARED_CORES}
+    session.run(*command, env=env, interrupt_timeout=30, terminate_timeout=30)
+
+
+@nox.session(requires=["workspace"], venv_backend="none", default=False)
 def bench(session: nox.Session) -> None:
     """Measure against the rivals: the CPU set, ``-- quick`` (a minute), ``-- network``, ``-- gpu``.
 

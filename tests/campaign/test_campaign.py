@@ -1,0 +1,32 @@
+"""A part of the campaign: thirty faults, each kind of which is among them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from support.campaign.faults import KINDS, Fault, Settings
+from support.campaign.verdict import can_mount, judge
+
+MOUNTED = ("small /dev/shm", "full disk")  # ranks of their own start, which takes seconds
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_fault_ends_in_the_right_numbers_or_in_a_clear_error_on_each_rank(seed: int) -> None:
+    kind = ([*KINDS] + [kind for kind in KINDS if kind not in MOUNTED] * 2)[seed]
+    if kind in MOUNTED and not can_mount():
+        pytest.skip("a small disk needs root")
+    fault = Fault.drawn(seed, kind=kind, seconds=1.0, worlds=2)
+    # few settings: each needs a run without a fault, too
+    settings = Settings(shared_memory=seed % 2 == 0, checked=fault.settings.checked)
+    verdict = judge(replace(fault, settings=settings), restarts=seed % 3 == 0)
+    assert verdict.wrong == [], str(verdict.fault)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(1000, 1100))
+def test_so_it_does_with_more_ranks_and_longer_pauses(seed: int) -> None:
+    verdict = judge(Fault.drawn(seed))
+    assert verdict.wrong == [], str(verdict.fault)
