@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -30,18 +30,18 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.agreement import agree_over, format_error, settle
+from fullshard.checkpoint.agreement import agree_over
 from fullshard.checkpoint.names import ParamNames
-from fullshard.checkpoint.process_groups import own_group, ranks_of
+from fullshard.checkpoint.process_groups import ranks_of
+from fullshard.checkpoint.streaming.background import check_params, group_for, start_after
 from fullshard.checkpoint.streaming.handover import Handover
 from fullshard.checkpoint.streaming.lanes import answer, receive
 from fullshard.checkpoint.streaming.plan import Streamed, buckets_of, streamed
 from fullshard.checkpoint.streaming.shards import PinnedShards
-from fullshard.sharding.spi import Comparison, device_of_mesh, group_of, in_block
+from fullshard.sharding.spi import Comparison
 
-__all__ = ["ParameterStream", "iter_full"]
+__all__ = ["ParameterStream", "checked_targets", "iter_full", "stream_of"]
 
 _BUCKET_BYTES = 64 * 2**20
 _CPU = torch.device("cpu")
@@ -52,8 +52,6 @@ _STREAM = Comparison(
     mismatch="ranks disagree on the stream of full parameters: ",
     advice="Call iter_full() on every rank with the same model and the same arguments",
 )
-
-_last: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Thread] = weakref.WeakKeyDictionary()
 
 
 class ParameterStream(
@@ -161,49 +159,53 @@ def iter_full(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; pass an nn.Module")
     params = ParamNames(model, None).params
+    return stream_of(params, params, bucket_bytes=bucket_bytes, dtype=dtype, to=to, group=group)
+
+
+def stream_of(
+    params: Mapping[str, torch.Tensor],
+    names: Iterable[str],
+    *,
+    bucket_bytes: int = _BUCKET_BYTES,
+    dtype: torch.dtype | None = None,
+    to: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> ParameterStream:
+    """Return the stream of some parameters of a model; the rest is as in ``iter_full``.
+
+    Args:
+        params: all parameters of the model, as an optimizer holds them.
+        names: of those that travel.
+        bucket_bytes: how much travels at once, in bytes.
+        dtype: of floating-point parameters in the stream.
+        to: the global ranks that get them.
+        group: of all ranks of the model.
+    """
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     ranks = ranks_of(params) or {rank}
-    process_group = _process_group(group, params, ranks) if len(ranks) > 1 else None
+    process_group = (
+        group_for(_STREAM, "full parameters", group, params, ranks) if len(ranks) > 1 else None
+    )
     handover = Handover()
     try:
         _check_arguments(bucket_bytes, dtype)
-        _check_params(params)
-        targets = _targets(to, ranks)
-        plan = streamed(params, dtype)
+        check_params(params, "iter_full()")
+        targets = checked_targets(to, ranks)
+        travelling = {name: params[name] for name in names}
+        plan = streamed(travelling, dtype)
         with torch.no_grad():
-            shards = PinnedShards(params, plan, targets, rank)
+            shards = PinnedShards(travelling, plan, targets, rank)
     except BaseException as error:  # the threads report it to other ranks
-        _start(
-            partial(agree_over, _STREAM, process_group, _CPU, (), error), process_group, handover
+        start_after(
+            partial(agree_over, _STREAM, process_group, _CPU, (), error),
+            process_group,
+            handover.end,
         )
         raise
     if rank not in targets:
         handover.leave()
     run = _Run(plan, bucket_bytes, targets, shards, process_group, rank, handover)
-    return ParameterStream(handover, _start(run.run, process_group, handover))
-
-
-def _start(
-    run: Callable[[], None], process_group: dist.ProcessGroup | None, handover: Handover
-) -> threading.Thread:
-    """Run ``run`` in a thread, after the previous stream on the same process group."""
-    before = None if process_group is None else _last.get(process_group)
-
-    def body() -> None:
-        error: BaseException | None = None
-        try:
-            if before is not None:
-                before.join()
-            run()
-        except BaseException as caught:
-            error = caught
-        handover.end(error)
-
-    thread = threading.Thread(target=body, name="fullshard iter_full")
-    if process_group is not None:
-        _last[process_group] = thread
-    thread.start()
-    return thread
+    return ParameterStream(handover, start_after(run.run, process_group, handover.end))
 
 
 @dataclass(frozen=True)
@@ -273,24 +275,13 @@ def _check_arguments(bucket_bytes: int, dtype: torch.dtype | None) -> None:
         raise TypeError(f"dtype is {dtype!r}; pass a floating-point torch.dtype, or None")
 
 
-def _check_params(params: dict[str, torch.Tensor]) -> None:
-    for name, param in params.items():
-        if param.is_meta:
-            raise ValueError(f"{name} is on the meta device; give it values before iter_full()")
-        if isinstance(param, DTensor) and any(each.is_partial() for each in param.placements):
-            raise ValueError(
-                f"{name} has placements {param.placements}: ranks hold addends of it, which are no "
-                "parts of a stream; redistribute() it to Shard or Replicate before iter_full()"
-            )
-        group = group_of(param)
-        if group is not None and in_block(group):
-            raise RuntimeError(
-                f"iter_full() was called inside an unsharded() block that holds {name}, whose "
-                "changes are not in the shards yet; call it outside of the block"
-            )
+def checked_targets(to: Sequence[int] | None, ranks: set[int]) -> list[int]:
+    """Return the ranks in ``to``, sorted; all of ``ranks``, the model's, if it is None.
 
-
-def _targets(to: Sequence[int] | None, ranks: set[int]) -> list[int]:
+    Raises:
+        TypeError: if it is no list of numbers.
+        ValueError: if it is empty, or has ranks without a part of the model.
+    """
     if to is None:
         return sorted(ranks)
     if isinstance(to, int) or not all(type(rank) is int for rank in to):
@@ -302,37 +293,3 @@ def _targets(to: Sequence[int] | None, ranks: set[int]) -> list[int]:
             "send what they get to other processes yourself"
         )
     return sorted({*to})
-
-
-def _process_group(
-    group: dist.ProcessGroup | None, params: dict[str, torch.Tensor], ranks: set[int]
-) -> dist.ProcessGroup:
-    """Return the process group of a stream, once all ranks of the model have the same one."""
-    error = _wrong(group, ranks)
-    said = "group=None"
-    if group is not None:
-        said = f"group {group.group_name} of ranks {dist.get_process_group_ranks(group)}"
-    verdict = format_error(error)
-    for mesh in {each.device_mesh: None for each in params.values() if isinstance(each, DTensor)}:
-        for axis in mesh.get_all_groups():
-            found = _STREAM.verdict([(said, said)], verdict, axis, device_of_mesh(mesh))
-            verdict = found or verdict
-    settle(error, verdict)
-    return own_group("full parameters") if group is None else group
-
-
-def _wrong(group: dist.ProcessGroup | None, ranks: set[int]) -> ValueError | None:
-    if group is None:
-        if ranks == {*range(dist.get_world_size())}:
-            return None
-        return ValueError(
-            f"the model is on ranks {sorted(ranks)} of {dist.get_world_size()}; pass as group a "
-            "gloo process group of those, which nothing else uses"
-        )
-    found = {*dist.get_process_group_ranks(group)}
-    if found == ranks:
-        return None
-    return ValueError(
-        f"group has ranks {sorted(found)}, and the model is on ranks {sorted(ranks)}; pass a gloo "
-        "process group of the ranks of the model"
-    )
