@@ -5,6 +5,7 @@ Run by ``nox -s clients``. Tiny models of random weights; nothing is downloaded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from fullshard.checkpoint import (
     SaveOptions,
     load_safetensors,
     save_safetensors,
+    weight_source,
 )
 from fullshard.sharding import fully_shard
 from support.ranks import distributed
@@ -292,3 +294,22 @@ def test_adapters_go_to_peft_and_come_back_over_a_base_by_transformers(tmp_path:
                 parameter.zero_()
     load_safetensors(model, tmp_path / "theirs", rename=adapters)
     assert torch.allclose(model(tokens).logits, found, atol=1e-6)
+
+
+@pytest.mark.parametrize("build", [_llama, _tied_llama, _gpt2, _mixtral], ids=lambda f: f.__name__)
+@distributed(2)
+def test_an_engine_gets_the_tensors_that_transformers_saves(
+    build: Callable[[], Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = build()
+    if dist.get_rank() == 0:
+        model.save_pretrained(tmp_path)
+    dist.barrier()
+    expected = files_of(tmp_path)
+    source = weight_source(fully_shard(model))
+    found = dict(source.iter_full())
+    assert found.keys() == expected.keys()
+    assert list(found) == [meta.name for meta in source.metadata]
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name

@@ -5,6 +5,12 @@ mesh changes; and optimizer state as a state dict that does not depend on how a 
 can be gathered, scattered and cut in another way. This package changes nothing in a training step.
 """
 
+from fullshard.checkpoint.engines.links import LinkError, connect_engine
+from fullshard.checkpoint.engines.metadata import ParamMeta
+from fullshard.checkpoint.engines.slice_receiver import SliceReceiver
+from fullshard.checkpoint.engines.slice_sender import SliceSender, SliceTransfer
+from fullshard.checkpoint.engines.slices import Slice, tensor_parallel_slices
+from fullshard.checkpoint.engines.source import ModelSource, weight_source
 from fullshard.checkpoint.files.headers import WeightsError
 from fullshard.checkpoint.initialise import InitFn, initialise
 from fullshard.checkpoint.optim_state import (
@@ -39,21 +45,29 @@ __version__ = "0.1.0"
 __all__ = [
     "DamagedCheckpointError",
     "InitFn",
+    "LinkError",
     "LoadOptions",
     "LoadReport",
     "MismatchError",
+    "ModelSource",
     "OptimStateKeyType",
     "OptimStateKind",
     "OptimStateOptions",
+    "ParamMeta",
     "ParameterStream",
     "PendingSave",
     "Rule",
     "SaveError",
     "SaveOptions",
     "SaveReport",
+    "Slice",
+    "SliceReceiver",
+    "SliceSender",
+    "SliceTransfer",
     "WeightsError",
     "async_save",
     "check_checkpoint",
+    "connect_engine",
     "flatten_sharded_optim_state_dict",
     "full_optim_state_dict",
     "initialise",
@@ -69,4 +83,6 @@ __all__ = [
     "shard_full_optim_state_dict",
     "sharded_optim_state_dict",
     "snapshot",
+    "tensor_parallel_slices",
+    "weight_source",
 ]
