@@ -2,11 +2,13 @@
 
 ``Staging`` owns a few buffers and lends them, one bucket of state at a time: read ahead, step,
 write behind. Optimizers are unknown here. During a write the buffer is the only copy of its state.
-After a failed write the caller takes the state over, before the buffer is used again.
+After a failed write the caller takes the state over, before the buffer is used again. Between steps
+buffers take no memory, as forward and backward need it, unless they are page-locked.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -34,6 +36,7 @@ class Batch:
         rescue: the function that takes the state over if the write fails.
         buffer: the whole buffer.
         moves: the reads or writes that are in progress.
+        last_of_step: whether the buffer is freed after the write, not used again.
         arrived: the end of a copy to the device; None: the batch was not copied.
     """
 
@@ -42,12 +45,17 @@ class Batch:
     rescue: Rescue
     buffer: torch.Tensor
     moves: list[Future[None]] = field(default_factory=list)
+    last_of_step: bool = False
     arrived: StreamEvent | None = None
 
     @property
     def memory(self) -> torch.Tensor:
         """The part of the buffer that the views fill."""
         return self.buffer[: sum(view.numel() for view in self.views)]
+
+    def free(self) -> None:
+        """Free the buffer, whose contents are in the file."""
+        self.views, self.buffer = (), torch.empty(0, dtype=torch.uint8)
 
 
 class Staging:
@@ -133,7 +141,17 @@ class Staging:
         self._release(batch)
 
     def end_step(self) -> None:
-        """Do nothing: the last writes overlap with what follows the step."""
+        """Free the buffers, those of the last writes as these end: they overlap with what follows.
+
+        Page-locked buffers stay, since new ones are slow to make.
+        """
+        if self._pin:
+            return
+        self._free.clear()
+        for batch in self._written:
+            if not batch.last_of_step:
+                batch.last_of_step = True
+                batch.moves.append(self._file.after(batch.moves, batch.free))
 
     def drain(self) -> None:
         """Wait for all writes."""
@@ -150,7 +168,7 @@ class Staging:
 
     def _release(self, batch: Batch) -> None:
         self._lent -= 1
-        if batch.buffer.numel() <= self._kept_bytes:
+        if batch.buffer.numel() <= self._kept_bytes and not batch.last_of_step:
             self._free.append(batch.buffer)
 
     def _wait(self, batch: Batch) -> None:
@@ -165,6 +183,10 @@ class Staging:
 def _new_buffer(nbytes: int, *, pin: bool) -> torch.Tensor:
     """Return ``[nbytes]`` uint8 on the host, at an address that direct I/O can use."""
     with torch.inference_mode(False):
-        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=pin)
-        start = -memory.data_ptr() % ALIGNMENT
-        return memory[start : start + nbytes]
+        if pin:
+            memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+            start = -memory.data_ptr() % ALIGNMENT
+            return memory[start : start + nbytes]
+        # not of malloc, which keeps freed memory
+        pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]

@@ -128,6 +128,11 @@ class StateFile:
         self.bytes_written += sum(extent.nbytes for extent in extents)
         return self._move(os.pwritev, extents, data)
 
+    def after(self, moves: Sequence[Future[None]], call: Callable[[], None]) -> Future[None]:
+        """Call a function on a thread when ``moves`` are over, unless one of them failed."""
+        begun = list(moves)
+        return self._pool.submit(lambda: None if any(m.exception() for m in begun) else call())
+
     def _move(
         self, call: Callable[..., int], extents: Sequence[Extent], memory: torch.Tensor
     ) -> list[Future[None]]:

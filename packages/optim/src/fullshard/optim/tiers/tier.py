@@ -36,7 +36,7 @@ class OffloadStatistics:
         bytes_read: bytes of state read from the file, or copied from the host's memory.
         bytes_written: bytes of state written to it.
         wait_seconds: seconds that the host waited for the disk or for copies.
-        buffer_bytes: bytes of memory that buffers take between steps.
+        buffer_bytes: bytes of memory that buffers take between steps: none, unless page-locked.
         direct: whether the file system allows direct I/O, past the page cache.
     """
 
