@@ -210,13 +210,13 @@ def test_files_have_no_name_and_no_space_is_lost_when_state_is_replaced(tmp_path
     optimizer = in_files(adamw(model), tmp_path)
     train(model, optimizer, range(1))
     assert list(tmp_path.iterdir()) == []
-    end = _file_of(optimizer)._end
+    end = _file_of(optimizer).space.nbytes
     for step in range(1, 4):
         optimizer.load_state_dict(optimizer.state_dict())
         for state in optimizer.state.values():
             state["exp_avg"] = state["exp_avg"].clone()
         train(model, optimizer, range(step, step + 1))
-    assert _file_of(optimizer)._end <= 2 * end
+    assert _file_of(optimizer).space.nbytes <= 2 * end
 
 
 # -- state dicts and a user's own changes ---------------------------------------------------------

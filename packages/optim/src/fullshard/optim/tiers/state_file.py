@@ -1,7 +1,6 @@
 """One file of this rank that holds optimizer state: space, reads and writes in the background.
 
-``StateFile`` is the main class. The file is unlinked right after it is opened: no other run can
-change the file, and the system frees its space when the process ends, also after a kill.
+``StateFile`` is the main class; the file has no name (``FileSpace`` of ``fullshard.policies``).
 ZeRO-Infinity (S. Rajbhandari et al., arXiv 2104.07857) introduced state on NVMe. ``staging`` moves
 tensors through this file; ``offloaded`` decides which tensors, and when.
 """
@@ -12,39 +11,18 @@ import ctypes
 import errno
 import mmap
 import os
-import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from fullshard.policies.spi import ALIGNMENT, Extent, FileSpace, aligned
+
 __all__ = ["ALIGNMENT", "Extent", "StateFile", "aligned", "joined"]
 
-ALIGNMENT = 4096
-"""Bytes: what ``O_DIRECT`` asks of addresses, offsets and sizes, on all usual file systems."""
-
 _PIECE = 8 << 20  # bytes that one thread moves in one call
-
-
-def aligned(nbytes: int) -> int:
-    """Return ``nbytes``, rounded up to a multiple of ``ALIGNMENT``."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-@dataclass(frozen=True)
-class Extent:
-    """A part of the file.
-
-    Attributes:
-        offset: its first byte; a multiple of ``ALIGNMENT``.
-        nbytes: its size in bytes; a multiple of ``ALIGNMENT``.
-    """
-
-    offset: int
-    nbytes: int
 
 
 class StateFile:
@@ -52,6 +30,7 @@ class StateFile:
 
     Attributes:
         folder: the folder of the file.
+        space: the file, and its parts that are in use.
         direct: whether reads and writes pass the system's page cache by (``O_DIRECT``).
         memory: the whole file as bytes, ``[capacity]`` uint8, mapped. A page is read from the file
             when it is touched, and the system may drop it again.
@@ -72,20 +51,21 @@ class StateFile:
             OSError: if the folder or the file cannot be made.
         """
         self.folder = folder
-        self._capacity = aligned(max(capacity, 1))
-        self._fd, self.direct = _open_unnamed(folder, direct)
+        capacity = aligned(max(capacity, 1))
+        folder.mkdir(parents=True, exist_ok=True)
+        space = FileSpace(folder, prefix="fullshard-state-", direct=direct, capacity=capacity)
+        self.space = space
+        self._fd, self.direct = space.fd, space.direct
         try:
-            os.ftruncate(self._fd, self._capacity)
-            self._mapped = mmap.mmap(self._fd, self._capacity)
+            os.ftruncate(self._fd, capacity)
+            self._mapped = mmap.mmap(self._fd, capacity)
         except BaseException:
-            os.close(self._fd)
+            space.close()
             raise
         self.memory = torch.frombuffer(self._mapped, dtype=torch.uint8)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fullshard-state")
-        self._end = 0
-        self._spare: dict[int, list[Extent]] = {}  # given back, by size
         self.bytes_read = self.bytes_written = 0
-        self.close = weakref.finalize(self, _close, self._fd, self._pool)
+        self.close = weakref.finalize(self, _close, space, self._pool)
 
     def reserve(self, nbytes: int) -> Extent:
         """Return an extent of at least ``nbytes``, for which the disk has space from now on.
@@ -93,19 +73,11 @@ class StateFile:
         Raises:
             OSError: if the disk has none.
         """
-        size = aligned(nbytes)
-        if self._spare.get(size):
-            return self._spare[size].pop()
-        if self._end + size > self._capacity:
-            raise OSError(errno.EFBIG, f"the file was made for {self._capacity} bytes")
-        os.posix_fallocate(self._fd, self._end, size)
-        extent = Extent(self._end, size)
-        self._end += size
-        return extent
+        return self.space.reserve(nbytes)
 
     def give_back(self, extent: Extent) -> None:
         """Let another tensor of the same size have ``extent``."""
-        self._spare.setdefault(extent.nbytes, []).append(extent)
+        self.space.give_back(extent)
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Return True: the file is for state on any device."""
@@ -168,29 +140,6 @@ def _move_piece(call: Callable[..., int], fd: int, offset: int, address: int, nb
         done += moved
 
 
-def _open_unnamed(folder: Path, direct: bool) -> tuple[int, bool]:
-    """Return the descriptor of a new file without a name, and whether it passes the cache by."""
-    folder.mkdir(parents=True, exist_ok=True)
-    fd, name = tempfile.mkstemp(prefix="fullshard-state-", dir=folder)
-    try:
-        flag = getattr(os, "O_DIRECT", 0)
-        if direct and flag:
-            try:
-                again = os.open(name, os.O_RDWR | os.O_CLOEXEC | flag)
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # this file system has no direct I/O
-                    raise
-            else:
-                os.close(fd)
-                return again, True
-    except BaseException:
-        os.close(fd)
-        raise
-    finally:
-        os.unlink(name)
-    return fd, False
-
-
-def _close(fd: int, pool: ThreadPoolExecutor) -> None:
+def _close(space: FileSpace, pool: ThreadPoolExecutor) -> None:
     pool.shutdown()
-    os.close(fd)
+    space.close()

@@ -1,0 +1,7 @@
+"""Names of ``fullshard.policies`` for the packages above it. Users import the package itself."""
+
+from __future__ import annotations
+
+from fullshard.policies.file_space import ALIGNMENT, Extent, FileSpace, aligned
+
+__all__ = ["ALIGNMENT", "Extent", "FileSpace", "aligned"]
