@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import mmap
 import os
 import pickle
@@ -37,8 +38,10 @@ from fullshard.optim import (
     OverlappedStep,
     StateOffloadError,
 )
+from fullshard.optim.tiers.staged import local_of
 from fullshard.optim.tiers.staging import Staging
 from fullshard.optim.tiers.state_file import StateFile
+from fullshard.optim.tiers.stored import StoredState
 from fullshard.sharding import fully_shard
 from support.optim.offloaded import PROGRAMS, adamw, assert_equal_runs, part
 from support.optim.wide import Wide
@@ -191,6 +194,34 @@ def test_between_steps_buffers_take_no_memory_as_soon_as_they_are_written(
     wait([move for batch in staging._written for move in batch.moves])
     assert max(at_once) == 3
     assert len(buffers) == 0
+
+
+@distributed(2)
+def test_the_first_step_holds_the_new_state_of_one_bucket_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive = []
+    store = StoredState.store
+
+    def noted(self: StoredState, found: Any, **options: Any) -> None:
+        alive.append(sum(each() is not None for each in made))
+        new = [local_of(optimizer.optimizer.state[param][key]) for param, key in found]
+        made.extend(weakref.ref(each) for each in new if each.numel() > 1)
+        del new
+        store(self, found, **options)
+
+    model = sharded(build())
+    optimizer = in_files(adamw(model), tmp_path)
+    gc.disable()
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(StoredState, "store", noted)
+            train(model, optimizer, range(1))
+    finally:
+        gc.enable()
+    assert len(alive) > 3 and len(made) > 3
+    assert max(alive) == 0
 
 
 def test_the_buffer_of_a_large_parameter_is_freed_after_use(tmp_path: Path) -> None:

@@ -17,7 +17,15 @@ from torch.optim.optimizer import Optimizer
 from fullshard.optim.owners.ranks import group_of
 from fullshard.sharding.spi import Comparison, device_of_mesh
 
-__all__ = ["Bucket", "WrappingOptimizer", "error_of_any_rank", "params_of", "part_of", "take_over"]
+__all__ = [
+    "Bucket",
+    "WrappingOptimizer",
+    "error_of_any_rank",
+    "forget_step",
+    "params_of",
+    "part_of",
+    "take_over",
+]
 
 Bucket = Mapping[int, Sequence[torch.Tensor]]
 """Some parameters of an optimizer, by the index of their group."""
@@ -85,6 +93,16 @@ def part_of(optimizer: Optimizer, bucket: Bucket) -> Optimizer:
     part.param_groups = [{**groups[index], "params": list(bucket[index])} for index in bucket]
     part.state = defaultdict(dict)
     return part
+
+
+def forget_step(part: Optimizer) -> None:
+    """Free what a step left on ``part``: its state, and hooks of the engine, which know it too."""
+    part.state = defaultdict(dict)
+    for name, value in list(vars(part).items()):
+        if name.startswith(_ENGINE):
+            del vars(part)[name]
+        elif name.startswith(_HOOKS):
+            value.clear()
 
 
 def take_over(optimizer: Optimizer, bucket: Bucket, part: Optimizer) -> None:

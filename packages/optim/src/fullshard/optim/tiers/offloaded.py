@@ -28,6 +28,7 @@ from fullshard.optim.base.wrapping import (
     Bucket,
     WrappingOptimizer,
     error_of_any_rank,
+    forget_step,
     params_of,
     part_of,
     take_over,
@@ -228,7 +229,7 @@ class OffloadedOptimizer(WrappingOptimizer):
                 if not staged.keeps(param, key, value):
                     mine[key] = value
                     found.append((param, key))
-        stepped.state = defaultdict(dict)  # keeps no buffer
+        forget_step(stepped)
         return found
 
     def _buckets(self) -> list[dict[int, list[torch.Tensor]]]:
