@@ -15,6 +15,7 @@ from fullshard.policies import (
     ClassWrap,
     CPUOffloadPolicy,
     DepthPrefetch,
+    FileOffloadPolicy,
     KeepUnsharded,
     MixedPrecisionPolicy,
     NoPrefetch,
@@ -25,6 +26,7 @@ from fullshard.policies import (
     WrapPolicy,
 )
 from fullshard.sharding import (
+    FallibleOffload,
     FieldPrecision,
     FixedReshard,
     FullPrecision,
@@ -60,9 +62,11 @@ CASTS: tuple[ModuleCasts, ...] = (
 OFFLOAD: tuple[Offload, ...] = (
     OffloadPolicy(),
     CPUOffloadPolicy(),
+    FileOffloadPolicy("/"),
     NoOffload(),
     OffloadToCPU(),
 )
+FALLIBLE: FallibleOffload = FileOffloadPolicy("/")
 RESHARD: tuple[ReshardPolicy, ...] = (
     ReshardExceptRoot(),
     ReshardAlways(),

@@ -1,9 +1,10 @@
 """Answers to sharding's questions: precision, offload, resharding, prefetch, wrapping.
 
 Owns frozen dataclasses that satisfy the protocols of ``fullshard.sharding`` structurally. The
-dataclasses have no state and start no collective.
+dataclasses start no collective; only ``FileOffloadPolicy`` has anything open, a file.
 """
 
+from fullshard.policies.file_offload import FileOffloadPolicy, FileOffloadStatistics
 from fullshard.policies.mixed_precision import MixedPrecisionPolicy
 from fullshard.policies.offload import CPUOffloadPolicy, OffloadPolicy
 from fullshard.policies.prefetch import DepthPrefetch, NoPrefetch
@@ -16,6 +17,8 @@ __all__ = [
     "CPUOffloadPolicy",
     "ClassWrap",
     "DepthPrefetch",
+    "FileOffloadPolicy",
+    "FileOffloadStatistics",
     "KeepUnsharded",
     "MixedPrecisionPolicy",
     "NoPrefetch",

@@ -40,6 +40,7 @@ from fullshard.sharding.optim.rebinding import rebind_optimizer
 from fullshard.sharding.params.data_setter import take_over_data
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import (
+    FallibleOffload,
     FixedReshard,
     FullWidth,
     ModuleCasts,
@@ -62,6 +63,7 @@ __all__ = [
     "FSDPModule",
     "FSDPParam",
     "FSDPParamGroup",
+    "FallibleOffload",
     "FieldPrecision",
     "FixedReshard",
     "FullPrecision",

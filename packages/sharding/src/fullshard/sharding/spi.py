@@ -6,7 +6,7 @@ from fullshard.sharding.access.full_params import Mode
 from fullshard.sharding.access.held_step import HeldStep
 from fullshard.sharding.access.state_dict import require_between_steps
 from fullshard.sharding.access.unsharded import in_block, on_any_rank, opened
-from fullshard.sharding.base.checks import require_bool, require_count
+from fullshard.sharding.base.checks import require_bool, require_cap, require_count
 from fullshard.sharding.base.comparison import Comparison
 from fullshard.sharding.base.compat import (
     ShardingSpec,
@@ -63,6 +63,7 @@ __all__ = [
     "registry_of",
     "require_between_steps",
     "require_bool",
+    "require_cap",
     "require_count",
     "sharded_of",
     "spec_of",

@@ -43,6 +43,7 @@ from fullshard.sharding.hooks.compat import (
     queue_end_of_backward,
     runs_split_backward,
 )
+from fullshard.sharding.hooks.offload_errors import may_fail, raise_errors_of_ranks
 from fullshard.sharding.hooks.schedule import (
     Schedule,
     ShardedModule,
@@ -79,9 +80,9 @@ class RootContext:
         self.groups: tuple[FSDPParamGroup, ...] = ()
         self.is_last_backward = True
         self.finalizes_by_hand = False
-        self.steps = 0
+        self.steps = self._depth = 0
         self.post_optim_event: torch.Event | None = None
-        self._depth = 0
+        self._fallible: tuple[FSDPParamGroup, ...] = ()
         self._frame: FrameType | None = None  # what called the outermost forward
         # the end of the backward in progress, or of one that raised: then the engine dropped it
         self._end: weakref.ref[Callable[[], None]] | None = None
@@ -93,6 +94,7 @@ class RootContext:
         """Take over ``states``, the root's first."""
         self.states = tuple(states)
         self.groups = tuple(dict.fromkeys(group for state in states for group in state.groups))
+        self._fallible = tuple(filter(may_fail, self.groups))
         for group in self.groups:
             group.share(self.shared)
             group.generation.replacements += 1  # lists of the groups of a root are made again
@@ -193,6 +195,8 @@ class RootContext:
                 learnt.learn(gathered)
         if not torch.is_grad_enabled():  # else backward follows
             release_frames()
+            if self._fallible and not raised:
+                raise_errors_of_ranks(self._fallible)
         if raised:
             leave_collectives(sys.exception())
 
@@ -287,11 +291,7 @@ class RootContext:
         return error
 
     def _finish_groups(self, *, is_last: bool) -> str:
-        """Finish the backward of every group, and launch all reductions.
-
-        Returns:
-            The error of the first group that has one, or an empty string.
-        """
+        """Finish the backward of all groups, launch all reductions, and return the first error."""
         error = ""
         for group in reversed(self.record.used):
             late = self.schedule.finish_backward(group, is_last=is_last)
@@ -301,6 +301,8 @@ class RootContext:
         keep_copies_within_step(self.groups, is_last=is_last)
         for waiting in self._buckets.reductions:
             self.shared.queue.launch(waiting.pop())
+        if self._fallible:
+            raise_errors_of_ranks(self._fallible)
         if not error:
             self.shared.queue.seal()
         if is_last:

@@ -15,6 +15,7 @@ from fullshard.sharding.hooks.agreement import check_agreement
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.lookup import the_states
 from fullshard.sharding.hooks.module_state import ModuleState
+from fullshard.sharding.hooks.offload_errors import error_of_this_rank, may_fail
 
 __all__ = ["initialise_root"]
 
@@ -115,6 +116,8 @@ def _find_error(groups: list[FSDPParamGroup]) -> str:
         _check_devices(groups)
         for group in groups:
             group.gathering.prepare()
+        if error := error_of_this_rank(list(filter(may_fail, groups))):
+            raise ValueError(error)
     except ValueError as error:
         return str(error)
     return ""

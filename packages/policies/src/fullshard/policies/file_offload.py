@@ -1,0 +1,221 @@
+"""Offload of shards to files: host memory that is mapped, and of which little is resident.
+
+``FileOffloadPolicy`` is the main class. ``shard_file`` reads and drops the memory of shards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import warnings
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from fullshard.policies.file_space import FileSpace
+from fullshard.policies.offload import OffloadPolicy
+from fullshard.policies.shard_file import ShardFile
+from fullshard.sharding import OffloadToCPU
+from fullshard.sharding.spi import require_bool, require_cap, require_count
+
+__all__ = ["FileOffloadPolicy", "FileOffloadStatistics"]
+
+_HOST = OffloadToCPU(pin_memory=False)
+_IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}  # types of file systems, of statfs
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileOffloadStatistics:
+    """The traffic of one ``FileOffloadPolicy`` so far, on this rank.
+
+    Attributes:
+        file_bytes: bytes that are reserved on the disk.
+        resident_bytes: bytes of shards that were used last, and stay in memory.
+        reads_ahead: shards that were read ahead of their use.
+        reads_late: uses that had to wait for their shard.
+        wait_seconds: seconds that they waited.
+    """
+
+    file_bytes: int
+    resident_bytes: int
+    reads_ahead: int
+    reads_late: int
+    wait_seconds: float
+
+
+@dataclass(frozen=True)
+class FileOffloadPolicy(OffloadPolicy):
+    """Shards of parameters in a file of this rank, in memory only around their use.
+
+    A shard is host memory that is mapped from the file: optimizers, state dicts, checkpoints and
+    clipping use it as always. The policy reads shards ahead of their gathers, in the order of the
+    last step, and drops the shards that were not used for longest. Gradients and optimizer state
+    are on the CPU, in memory. Pass one policy to all ``fully_shard`` calls of a model.
+
+    Attributes:
+        folder: a folder on a local disk, best on NVMe. Each rank makes one file there, which has no
+            name and is gone when the process ends. Ranks may share the folder.
+        resident_mb: MiB of shards that stay in memory, of all modules with this policy. More is
+            resident only during a step of an optimizer that steps all parameters at once.
+        read_ahead_mb: MiB of shards that are read ahead of use; at most ``resident_mb``.
+        min_bytes: smaller shards stay in memory.
+        optimizer_state: keep the optimizer's state on the CPU, and step there; otherwise the
+            optimizer steps where the model computes.
+    """
+
+    folder: str | Path
+    resident_mb: float = field(default=256, kw_only=True)
+    read_ahead_mb: float = field(default=64, kw_only=True)
+    min_bytes: int = field(default=65536, kw_only=True)
+    optimizer_state: bool = field(default=True, kw_only=True)
+    _file: ShardFile = field(init=False, repr=False, compare=False)
+
+    may_fail: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check the fields, and open the file.
+
+        Raises:
+            TypeError: if a field is of the wrong type.
+            ValueError: if a field is out of its range, or no file can be made in the folder.
+        """
+        if not isinstance(self.folder, (str, Path)):
+            raise TypeError(f"folder is a {type(self.folder).__name__}; pass a path")
+        for name in ("resident_mb", "read_ahead_mb"):
+            require_cap(name, getattr(self, name))
+        require_count("min_bytes", self.min_bytes)
+        require_bool("optimizer_state", self.optimizer_state)
+        if self.read_ahead_mb > self.resident_mb:
+            raise ValueError(
+                f"read_ahead_mb is {self.read_ahead_mb} and resident_mb {self.resident_mb}; what "
+                "is read ahead stays in memory until its use: pass a larger resident_mb"
+            )
+        file = ShardFile(
+            _opened(Path(self.folder)),
+            resident_bytes=int(self.resident_mb * _MIB),
+            ahead_bytes=int(self.read_ahead_mb * _MIB),
+        )
+        object.__setattr__(self, "_file", file)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle without the file: a copy opens its own."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        return _made_of, (type(self), values)
+
+    @property
+    def statistics(self) -> FileOffloadStatistics:
+        """What the policy has read and waited for."""
+        return FileOffloadStatistics(
+            file_bytes=self._file.space.nbytes,
+            resident_bytes=self._file.resident_bytes,
+            reads_ahead=self._file.reads_ahead,
+            reads_late=self._file.reads_late,
+            wait_seconds=self._file.wait_seconds,
+        )
+
+    # -- the answers to sharding's question -------------------------------------------------------
+
+    def home(self, device: torch.device) -> torch.device:
+        """Return the CPU."""
+        return _HOST.home(device)
+
+    def store(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return ``shard`` in the file; itself if it is small, or of a class of its own.
+
+        Without space on the disk the shard stays in memory, and ``take_error`` reports that.
+        """
+        usable = type(shard) in _PLAIN and shard.device.type == "cpu" and shard.is_contiguous()
+        if not usable or shard.nbytes < self.min_bytes or self._file.find(shard) is not None:
+            return shard
+        try:
+            return self._file.store(shard)
+        except OSError as error:
+            self._file.note(
+                f"no space for {shard.nbytes} bytes of a shard in {str(self.folder)!r}: "
+                f"{error.strerror}; use a folder with more space"
+            )
+            return shard
+
+    def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return ``shard`` on ``device``, after its pages were read; wrong values on an error."""
+        if self._require(shard, in_order=True):
+            return _HOST.stage_in(shard, device)
+        return torch.zeros_like(shard, device=device)
+
+    def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return ``gradient`` on the CPU."""
+        return _HOST.stage_out(gradient)
+
+    def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return ``tensor`` where the optimizer's state is, after its pages were read."""
+        self._require(tensor, in_order=False)
+        if self.optimizer_state:
+            return _HOST.stage_step(tensor, device)
+        return tensor.to(device, non_blocking=True)
+
+    def arrived(self, device: torch.device) -> None:
+        """Wait for copies; the end of a backward, for which the engine asks so, ends a pass."""
+        _HOST.arrived(device)
+        self._file.end_pass()
+
+    def take_error(self) -> str:
+        """Return the first error since the last call; empty if there was none."""
+        return self._file.take_error()
+
+    def _require(self, tensor: torch.Tensor, *, in_order: bool) -> bool:
+        """Have the pages of a shard read, and return whether they could be."""
+        if type(tensor) not in _PLAIN or tensor.device.type != "cpu":
+            return True
+        shard = self._file.find(tensor)
+        if shard is None:
+            return True
+        try:
+            self._file.require(shard, in_order=in_order)
+        except OSError as error:
+            self._file.note(
+                f"{shard.extent.nbytes} bytes of a shard could not be read: {error.strerror}; "
+                "load the last checkpoint"
+            )
+            return False
+        return True
+
+
+def _made_of(kind: type[FileOffloadPolicy], values: dict[str, Any]) -> FileOffloadPolicy:
+    return kind(**values)
+
+
+def _opened(folder: Path) -> FileSpace:
+    """Return the file, in a folder on a disk.
+
+    Raises:
+        ValueError: if there is no such folder, or no file can be made there.
+    """
+    advice = "pass an existing folder on a local disk of this host, to which the process may write"
+    if not hasattr(os, "posix_fadvise"):
+        raise ValueError(f"shards in files need Linux, and this is {sys.platform}")
+    try:
+        space = FileSpace(folder, prefix="fullshard-shards-", direct=False)
+    except OSError as error:
+        raise ValueError(
+            f"folder is {str(folder)!r}, where no file can be made: {error.strerror}; {advice}"
+        ) from None
+    system = _IN_MEMORY.get(_system_of(space.fd))
+    if system is not None:
+        warnings.warn(
+            f"folder is {str(folder)!r}, which is on a {system}: its files are memory, so shards "
+            f"there save none; {advice}",
+            stacklevel=4,
+        )
+    return space
+
+
+def _system_of(fd: int) -> int:
+    """Return the type of the file system of an open file: the first field of ``fstatfs``."""
+    found = (ctypes.c_ulong * 32)()
+    failed = ctypes.CDLL(None, use_errno=True).fstatfs(fd, ctypes.byref(found))
+    return -1 if failed else found[0] & 0xFFFFFFFF

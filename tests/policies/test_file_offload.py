@@ -1,0 +1,400 @@
+"""Shards in files: the steps of the run without, the memory that they leave, errors of a disk."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import pickle
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.optim import FileTier, OffloadedOptimizer
+from fullshard.policies import FileOffloadPolicy, MixedPrecisionPolicy, shard_file
+from fullshard.policies.file_space import FileSpace
+from fullshard.policies.shard_file import ShardFile
+from fullshard.sharding import FSDPModule, RankMismatchError
+from support.optim.offloaded import Program, adamw, assert_equal_runs, part
+from support.ranks import distributed
+from support.surface.model import batch, build, sharded, train
+from support.surface.ranks import everyone
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+PROGRAMS = {
+    "adamw": Program(),
+    "accumulation and clipping": Program(micro_batches=3, clip=0.1),
+    "mixed precision": Program(arguments={"mp_policy": BF16}),
+    "full until backward": Program(arguments={"reshard_after_forward": False}),
+    "closure": Program(lambda model: adamw(model, foreach=False), closure=True),
+    "fused": Program(lambda model: adamw(model, fused=True)),
+}
+
+
+def in_file(folder: Path, **options: Any) -> FileOffloadPolicy:
+    """A policy with all shards in the file, and one or two of the small ones in memory."""
+    options = {"resident_mb": 0.01, "read_ahead_mb": 0.005, "min_bytes": 1, **options}
+    return FileOffloadPolicy(folder, **options)
+
+
+def assert_in_file(model: nn.Module, policy: FileOffloadPolicy) -> None:
+    shards = [part(param) for param in model.parameters()]
+    assert all(policy._file.find(shard) is not None for shard in shards if shard.numel())
+
+
+# -- the same steps -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@distributed(2)
+def test_steps_equal_those_without_offload_to_the_bit(name: str, tmp_path: Path) -> None:
+    program, policy = PROGRAMS[name], in_file(tmp_path)
+    mine = sharded(build(), **program.arguments, offload_policy=policy)
+    theirs = sharded(build(), **program.arguments)
+    one, other = program.make(mine), program.make(theirs)
+    program.run(mine, one, range(3))
+    program.run(theirs, other, range(3))
+    assert_equal_runs(mine, one, theirs, other)
+    assert_in_file(mine, policy)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.device(paces=True)
+@pytest.mark.parametrize("state", [True, False])
+@distributed(2)
+def test_steps_with_the_optimizers_state_in_files_too_are_equal(
+    state: bool, tmp_path: Path
+) -> None:
+    policy = in_file(tmp_path, optimizer_state=state)
+    mine, theirs = sharded(build(), offload_policy=policy), sharded(build())
+    one = OffloadedOptimizer(adamw(mine), FileTier(tmp_path, bucket_mb=1e-4, min_bytes=1))
+    other = adamw(theirs)
+    Program(micro_batches=2, clip=0.1).run(mine, one, range(3))
+    Program(micro_batches=2, clip=0.1).run(theirs, other, range(3))
+    for name, param in mine.named_parameters():
+        assert torch.equal(part(param), part(dict(theirs.named_parameters())[name]))
+    assert policy.statistics.resident_bytes <= 0.01 * 2**20
+
+
+@pytest.mark.parametrize("assign", [True, False])
+@distributed(2)
+def test_a_state_dict_moves_into_and_out_of_the_file(assign: bool, tmp_path: Path) -> None:
+    policy = in_file(tmp_path)
+    mine, theirs = sharded(build(1), offload_policy=policy), sharded(build(2))
+    train(theirs, adamw(theirs), range(1))
+    saved = {name: value.clone() for name, value in theirs.state_dict().items()}
+    mine.load_state_dict(saved, assign=assign)
+    one, other = adamw(mine), adamw(theirs)
+    assert train(mine, one, range(2)) == train(theirs, other, range(2))
+    assert_equal_runs(mine, one, theirs, other)
+    assert_in_file(mine, policy)
+    theirs.load_state_dict(mine.state_dict())
+    assert train(mine, one, range(2, 4)) == train(theirs, other, range(2, 4))
+
+
+@distributed(2)
+def test_a_model_from_the_meta_device_moves_into_the_file_before_its_first_forward(
+    tmp_path: Path,
+) -> None:
+    policy = in_file(tmp_path)
+    with torch.device("meta"):
+        model = build()
+    sharded(model, offload_policy=policy).to_empty(device="cpu")
+    model.load_state_dict(sharded(build()).state_dict())
+    expected = build()
+    assert torch.allclose(model(batch()), expected(batch()))
+    assert_in_file(model, policy)
+
+
+# -- what is in memory ----------------------------------------------------------------------------
+
+
+def _file(folder: Path, *, shards: int, **bytes_: int) -> tuple[ShardFile, list[torch.Tensor]]:
+    """A file with shards of 8 KiB."""
+    file = ShardFile(FileSpace(folder, prefix="test", direct=False), **bytes_)
+    return file, [file.store(torch.full((2048,), float(n))) for n in range(shards)]
+
+
+def _use(file: ShardFile, shard: torch.Tensor) -> None:
+    found = file.find(shard)
+    assert found is not None
+    file.require(found, in_order=True)
+
+
+def test_the_second_pass_reads_ahead_what_the_first_one_used_next(tmp_path: Path) -> None:
+    """Forward and backward use a shard in two places of a pass, with other shards after it."""
+    file, shards = _file(tmp_path, shards=6, resident_bytes=3 << 13, ahead_bytes=1 << 13)
+    order = [0, 1, 2, 3, 4, 5, 4, 3, 2, 1, 0]
+    for at in order:
+        _use(file, shards[at])
+    file.end_pass()
+    assert file.reads_ahead == 0
+    for place, at in enumerate(order[:-1]):
+        _use(file, shards[at])
+        ahead = file.find(shards[order[place + 1]])
+        assert ahead in file._resident
+        assert shards[at][0].item() == at
+    assert file.reads_ahead >= 6
+
+
+def test_no_more_stays_in_memory_than_asked_for(tmp_path: Path) -> None:
+    file, shards = _file(tmp_path, shards=8, resident_bytes=3 << 13, ahead_bytes=0)
+    for shard in shards * 2:
+        _use(file, shard)
+        assert file.resident_bytes <= 3 << 13
+
+
+def test_space_of_a_shard_that_is_no_longer_used_is_used_again(tmp_path: Path) -> None:
+    file, shards = _file(tmp_path, shards=2, resident_bytes=1 << 20, ahead_bytes=0)
+    before = file.space.nbytes
+    shards[0] = file.store(torch.ones(2048))
+    assert file.space.nbytes == before + (1 << 13)
+    shards[1] = file.store(torch.zeros(2048))
+    assert file.space.nbytes == before + (1 << 13)
+    assert len(file._shards) == 2
+
+
+_PROGRAM = """
+import json, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from torch import nn
+from fullshard.optim import FileTier, OffloadedOptimizer
+from fullshard.policies import FileOffloadPolicy
+from fullshard.sharding import NoOffload, fully_shard
+
+torch.set_num_threads(1)
+folder, files = sys.argv[1], sys.argv[2] == "files"
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+policy = FileOffloadPolicy(folder, resident_mb=8, read_ahead_mb=4) if files else NoOffload()
+
+def peak():
+    status = Path("/proc/self/status").read_text().split()
+    return int(status[status.index("VmHWM:") + 1]) / 1024
+
+nn.Linear(64, 64)(torch.ones(1, 64)).sum().backward()
+start = peak()
+with torch.device("meta"):
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(24)])
+for block in model:
+    block.to_empty(device="cpu").reset_parameters()
+    fully_shard(block, offload_policy=policy)
+fully_shard(model, offload_policy=policy)
+with torch.no_grad():
+    for _ in range(3):
+        model(torch.ones(1, 1024))
+inference = peak() - start
+optimizer = OffloadedOptimizer(torch.optim.AdamW(model.parameters()), FileTier(folder, bucket_mb=4))
+for _ in range(3):
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(json.dumps([inference, peak() - start]))
+"""
+
+
+def _run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "MALLOC_MMAP_THRESHOLD_": "65536",  # else malloc keeps what was freed
+        },
+    )
+
+
+def test_the_peak_of_a_process_does_not_contain_the_parameters(tmp_path: Path) -> None:
+    """96 MiB of parameters, of which 8 stay in memory, and gradients of 96 MiB in memory."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    found = {}
+    for side in ("files", "memory"):
+        ended = _run(_PROGRAM, str(folder), side)
+        assert ended.returncode == 0, ended.stderr
+        found[side] = json.loads(ended.stdout)
+    (inference, training), (inference_in_memory, training_in_memory) = found.values()
+    assert inference < 64 < 96 <= inference_in_memory
+    assert training < training_in_memory - 48
+    assert list(folder.iterdir()) == []
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+@distributed(2)
+def test_a_full_disk_is_an_error_on_all_ranks_before_the_first_gather(tmp_path: Path) -> None:
+    policy = in_file(tmp_path)
+    rank = torch.distributed.get_rank()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+        model = sharded(build(), offload_policy=policy)
+        with pytest.raises(RankMismatchError, match=r"rank 1: no space for \d+ bytes of a shard"):
+            model(batch())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert train(model, adamw(model), range(2)) == pytest.approx(_expected(range(2)))
+    assert_in_file(model, policy)
+
+
+def _expected(steps: range) -> list[float]:
+    model = build()
+    return train(model, adamw(model), steps)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@distributed(2)
+def test_a_disk_that_cannot_be_read_is_an_error_on_all_ranks(
+    backward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = in_file(tmp_path, resident_mb=0, read_ahead_mb=0)
+    model = sharded(build(), offload_policy=policy)
+    optimizer = adamw(model)
+    losses = train(model, optimizer, range(1))
+    before = [part(param).clone() for param in model.parameters()]
+    with torch.no_grad():
+        expected = model(batch(7))
+    advise = shard_file._madvise
+
+    def broken(address: int, nbytes: int, advice: int) -> None:
+        if advice == shard_file._POPULATE_READ:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        advise(address, nbytes, advice)
+
+    def run() -> None:
+        if backward:
+            model(batch(1)).square().mean().backward()
+        else:
+            with torch.no_grad():
+                model(batch(1))
+
+    with monkeypatch.context() as patched:
+        if torch.distributed.get_rank() == 1:
+            patched.setattr(shard_file, "_madvise", broken)
+        with pytest.raises(RuntimeError, match=r"rank 1: .*could not be read: Input/output error"):
+            run()
+        everyone("together")
+    assert isinstance(model, FSDPModule)
+    model.reset_iter_state()
+    with torch.no_grad():
+        assert torch.equal(model(batch(7)), expected)  # no wrong value stayed
+    model.reshard()
+    assert all(map(torch.equal, map(part, model.parameters()), before))
+    optimizer.zero_grad()
+    assert losses + train(model, optimizer, range(1, 3)) == pytest.approx(_expected(range(3)))
+
+
+def test_pages_that_the_file_lacks_are_an_error_and_not_a_signal(tmp_path: Path) -> None:
+    file, shards = _file(tmp_path, shards=3, resident_bytes=0, ahead_bytes=0)
+    _use(file, shards[2])
+    file._dropper.submit(int).result()  # after the last page was dropped
+    os.ftruncate(file.space.fd, 0)
+    with pytest.raises(OSError, match="Input/output error"):
+        _use(file, shards[0])
+
+
+def test_a_page_that_cannot_be_written_is_reported_and_stays_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(failed: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(shard_file, "_checked", broken)
+    file, shards = _file(tmp_path, shards=2, resident_bytes=0, ahead_bytes=0)
+    file._dropper.submit(int).result()
+    assert "8192 bytes of a shard could not be written: Input/output error" in file.take_error()
+    assert file.take_error() == ""
+    assert shards[0].tolist() == [0.0] * 2048
+
+
+def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, torch\n"
+        "from fullshard.policies import FileOffloadPolicy\n"
+        "policy = FileOffloadPolicy(sys.argv[1], min_bytes=1)\n"
+        "shard = policy.store(torch.ones(4096))\n"
+        "assert policy.statistics.file_bytes == 16384\n"
+        "assert os.listdir(sys.argv[1]) == []\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = _run(program, str(tmp_path))
+    assert ended.returncode == -9, ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("folder", "found"),
+    [
+        ("missing", "No such file or directory"),
+        ("file", "Not a directory"),
+        ("/proc/self", "No such file or directory|Permission denied"),
+    ],
+)
+def test_a_folder_that_takes_no_file_is_an_error(folder: str, found: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=rf"^folder is .*: ({found}); pass an existing folder"):
+        FileOffloadPolicy(tmp_path / folder)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no tmpfs at a known place")
+def test_a_folder_in_memory_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match="'/dev/shm', which is on a tmpfs: its files are memory"):
+        FileOffloadPolicy("/dev/shm")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "found"),
+    [
+        ({"resident_mb": -1}, ValueError, "resident_mb is -1"),
+        ({"resident_mb": "1"}, TypeError, "resident_mb is '1'"),
+        ({"read_ahead_mb": 300}, ValueError, "pass a larger resident_mb"),
+        ({"min_bytes": 0}, ValueError, "min_bytes"),
+        ({"optimizer_state": 1}, TypeError, "optimizer_state is 1"),
+    ],
+)
+def test_options_out_of_range_are_errors(
+    options: dict[str, Any], kind: type[Exception], found: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=found):
+        FileOffloadPolicy(tmp_path, **options)
+    with pytest.raises(TypeError, match="folder is a int"):
+        FileOffloadPolicy(3)  # type: ignore[arg-type] # what is tested
+
+
+def test_a_copy_is_equal_and_has_a_file_of_its_own(tmp_path: Path) -> None:
+    policy = FileOffloadPolicy(tmp_path, resident_mb=7, read_ahead_mb=5)
+    for other in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), replace(policy)):
+        assert other == policy and hash(other) == hash(policy)
+        assert other._file is not policy._file
+
+
+def test_small_shards_and_those_of_other_classes_stay_in_memory(tmp_path: Path) -> None:
+    policy = FileOffloadPolicy(tmp_path, min_bytes=4096)
+    small, large = torch.ones(1023), torch.ones(1024)
+    assert policy.store(small) is small
+    stored = policy.store(large)
+    assert policy.store(stored) is stored and stored is not large
+    assert torch.equal(stored, large)
+    for other in (large.as_subclass(Own), large.to("meta"), torch.ones(64, 64).t()):
+        assert policy.store(other) is other
+
+
+class Own(torch.Tensor):
+    """A tensor subclass, which may be more than its memory."""
