@@ -13,6 +13,9 @@ from fullshard.checkpoint.engines.slices import Slice, tensor_parallel_slices
 from fullshard.checkpoint.engines.source import ModelSource, weight_source
 from fullshard.checkpoint.files.headers import WeightsError
 from fullshard.checkpoint.initialise import InitFn, initialise
+from fullshard.checkpoint.memory.checkpoints import MemoryCheckpoints
+from fullshard.checkpoint.memory.errors import MemoryCheckpointError
+from fullshard.checkpoint.memory.folder import MemoryRun, memory_runs
 from fullshard.checkpoint.optim_state import (
     flatten_sharded_optim_state_dict,
     full_optim_state_dict,
@@ -48,6 +51,9 @@ __all__ = [
     "LinkError",
     "LoadOptions",
     "LoadReport",
+    "MemoryCheckpointError",
+    "MemoryCheckpoints",
+    "MemoryRun",
     "MismatchError",
     "ModelSource",
     "OptimStateKeyType",
@@ -73,6 +79,7 @@ __all__ = [
     "initialise",
     "iter_full",
     "load_safetensors",
+    "memory_runs",
     "optim_state_dict",
     "optim_state_dict_to_load",
     "optim_state_options",
