@@ -21,7 +21,7 @@ from fullshard.cli.running.runs import RunError, read_run
 from support.ranks import distributed
 
 COMMANDS = ["doctor", "plan", "verify", "races", "init", "run"]
-COMMANDS += ["train", "bench", "compare", "convert"]
+COMMANDS += ["train", "bench", "compare", "convert", "memory"]
 
 
 def _run(*words: str) -> Any:
@@ -47,7 +47,7 @@ def test_help_of_a_command_of_another_parser_calls_it_fullshard(command: str) ->
     assert "python -m fullshard" not in shown.output
 
 
-@pytest.mark.parametrize("command", ["init", "compare", "convert"])
+@pytest.mark.parametrize("command", ["init", "compare", "convert", "memory"])
 def test_help_of_a_command_has_an_example(command: str) -> None:
     shown = _run(command, "--help")
     assert shown.exit_code == 0
@@ -61,7 +61,7 @@ def test_help_breaks_no_line_inside_a_paragraph(command: str) -> None:
         assert "\n" not in paragraph  # typer would keep it, at the width of the source
 
 
-@pytest.mark.parametrize("command", ["doctor", "plan", "verify", "races", "compare", "convert"])
+@pytest.mark.parametrize("command", ["doctor", "plan", "verify", "races", *COMMANDS[-3:]])
 def test_a_command_whose_result_is_a_value_prints_json(command: str) -> None:
     assert "--json" in _run(command, "--help").output
 

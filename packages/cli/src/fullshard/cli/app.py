@@ -297,6 +297,39 @@ def convert(
         told.show(_console())
 
 
+@app.command(rich_help_panel=_AFTER)
+@_in_paragraphs
+def memory(
+    remove: Annotated[
+        list[str] | None, typer.Option(metavar="RUN", help="Remove the memory of this run.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="The folder of MemoryCheckpoints, if not in /dev/shm.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the checkpoints that runs have in the memory of this host, or remove them.
+
+    Exit codes: 0; 2 if a run to remove is not there, or a process uses it.
+
+    Examples: fullshard memory --json, fullshard memory --remove job-7
+    """
+    from fullshard.checkpoint import memory_runs
+    from fullshard.cli.running.memory import memory_table, remove_runs
+    from fullshard.preflight.spi import json_text
+
+    try:
+        remove_runs(memory_runs(folder), remove or [])
+    except RuntimeError as error:
+        _refuse(str(error))
+    found = memory_runs(folder)
+    if as_json:
+        values = [{**vars(each), "folder": str(each.folder)} for each in found]
+        typer.echo(json_text(values))
+    else:
+        _console().print(memory_table(found))
+
+
 def _console() -> Console:
     # A log file has no width of its own; a table should not be folded in it.
     return Console(width=None if sys.stdout.isatty() else 132, highlight=False)
