@@ -27,7 +27,7 @@ from fullshard_train.checkpoints.store import CheckpointStore
 from fullshard_train.commands.check import check, origins
 from fullshard_train.commands.export import export_checkpoint, export_model
 from fullshard_train.commands.parsers import COMMANDS, build_parser, read_patience
-from fullshard_train.commands.plan import Plan, claim, make_plan
+from fullshard_train.commands.plan import Plan, claim, make_plan, resume
 from fullshard_train.commands.sample import sample
 from fullshard_train.errors import TrainError
 from fullshard_train.ranks.distributed import (
@@ -242,11 +242,10 @@ def _run(
         profiled = Profiled(trainer, plan.folder.profile)
         trainer.around_update.append(profiled.around)
         trainer.at_end.append(profiled.end)
-    if plan.checkpoint is not None and plan.position is not None:
-        trainer.resume(plan.checkpoint, plan.position)
-    on_main(lambda: claim(plan))
+    in_memory = resume(plan, trainer)
+    on_main(lambda: claim(plan, trainer.step))
     if world.is_main:
-        _introduce(plan, trainer)
+        _introduce(plan, trainer, in_memory=in_memory)
         if verdict is not None:
             print(f"verified   {str(verdict).splitlines()[0]}", flush=True)
         if planned is not None:
@@ -369,7 +368,7 @@ def _report(plan: Plan, trainer: Trainer, request: StopRequest) -> int:
     return 0
 
 
-def _introduce(plan: Plan, trainer: Trainer) -> None:
+def _introduce(plan: Plan, trainer: Trainer, *, in_memory: bool) -> None:
     world = trainer.world
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     lines = [
@@ -381,8 +380,9 @@ def _introduce(plan: Plan, trainer: Trainer) -> None:
         lines.append(f"feedback   {trainer.feedback_nbytes / 1e6:.1f} MB of residuals on each rank")
     if isinstance(trainer.measures.utilisation, str):
         lines.append(f"no model FLOPs utilisation: {trainer.measures.utilisation}")
-    if plan.checkpoint is not None:
-        lines.append(f"resumed    {plan.checkpoint}, after {trainer.step} steps")
+    if plan.checkpoint is not None or in_memory:
+        source = "the memory of hosts" if in_memory else plan.checkpoint
+        lines.append(f"resumed    {source}, after {trainer.step} steps")
     print("\n".join(lines), flush=True)
     if plan.rate_rises:
         print(f"warning    {plan.rate_rises}", flush=True)

@@ -42,6 +42,7 @@ __all__ = [
     "load_checkpoint",
     "load_shards",
     "load_weights",
+    "put",
     "read_position",
     "resolve",
 ]
@@ -176,15 +177,20 @@ def load_checkpoint(
             load(state, checkpoint_id=checkpoint)
         except (Exception, CheckpointException) as error:  # torch's is a BaseException
             raise _not_loaded(checkpoint, error) from error
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=_TRAINED,
-        )
+        put(model, optimizer, state)
 
     raise_together(read)
+
+
+def put(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Take over a state that was loaded into what `capture` gave."""
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=_TRAINED,
+    )
 
 
 def load_shards(checkpoint: Path, world: World, model: nn.Module) -> None:

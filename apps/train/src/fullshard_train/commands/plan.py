@@ -29,8 +29,9 @@ from fullshard_train.settings.config import (
     read_table,
 )
 from fullshard_train.training.schedule import learning_rate
+from fullshard_train.training.trainer import Trainer
 
-__all__ = ["SHORT", "Plan", "claim", "make_plan", "require_room"]
+__all__ = ["SHORT", "Plan", "claim", "make_plan", "require_room", "resume"]
 
 SHORT = {
     "steps": "train.steps",
@@ -125,6 +126,11 @@ def make_plan(options: argparse.Namespace) -> Plan:
     else:
         plan = _plan_resume(options, overrides)
     plan = replace(plan, elastic=_elastic(options))
+    if plan.elastic is not None and plan.config.checkpoint.memory:
+        raise TrainError(
+            "checkpoint.memory and --elastic: groups that are left have the state already; set"
+            " checkpoint.memory=0"
+        )
     if plan.config.run.metrics == "tensorboard":
         require_tensorboard()
     if plan.config.run.logger:
@@ -278,8 +284,29 @@ def require_room(plan: Plan) -> None:
         folder.require_free()
 
 
-def claim(plan: Plan) -> None:
-    """Make the run folder ready; no other code changes a disk before training.
+def resume(plan: Plan, trainer: Trainer) -> bool:
+    """Continue what the plan says; return whether the memory of hosts had a newer step than files.
+
+    Raises:
+        TrainError: on every rank, if that is damaged or does not fit.
+    """
+    step = None
+    if plan.config.checkpoint.memory:
+        # Imported here: only this needs it.
+        from fullshard_train.training.memory import HostMemory
+
+        memory = HostMemory(trainer, plan.folder.root)
+        step = memory.restore() if plan.again or plan.checkpoint is not None else None
+    if plan.checkpoint is None or plan.position is None:
+        return step is not None
+    if step is None or step <= plan.position.step:
+        trainer.resume(plan.checkpoint, plan.position)
+        return False
+    return True
+
+
+def claim(plan: Plan, step: int) -> None:
+    """Make the run folder ready for what follows `step`; no other code changes a disk before that.
 
     Raises:
         TrainError: the folder holds something that is not to be continued.
@@ -288,7 +315,7 @@ def claim(plan: Plan) -> None:
     if plan.checkpoint is None or plan.position is None:
         if plan.again and folder.holds_a_beginning():
             folder.describe(plan.config)
-            keep_until(folder.metrics, folder.metrics, 0)
+            keep_until(folder.metrics, folder.metrics, step)
         else:
             folder.create(plan.config)
         return
@@ -297,4 +324,4 @@ def claim(plan: Plan) -> None:
         folder.describe(plan.config)
     else:
         folder.create(plan.config)
-    keep_until(own.metrics, folder.metrics, plan.position.step)
+    keep_until(own.metrics, folder.metrics, step)

@@ -219,6 +219,7 @@ class CheckpointConfig:
     every: Count
     keep: CountOrZero
     background: bool
+    memory: CountOrZero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
