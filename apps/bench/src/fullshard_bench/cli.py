@@ -15,25 +15,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 
 from fullshard.comm.spi import CommandParser
-from fullshard.preflight import DEVICES
 from fullshard_bench import __version__
 from fullshard_bench.errors import BenchError
 from fullshard_bench.launching.world import inside_torchrun
 from fullshard_bench.measuring.optimizers import measure_optimizers, said_of_optimizers
 from fullshard_bench.measuring.state_dicts import measure_state_dicts, table_of_state_dicts
 from fullshard_bench.measuring.state_files import (
+    add_state_files,
     measure_state_files,
     state_files_of,
     table_of_state_files,
 )
 from fullshard_bench.models.registry import MODELS
 from fullshard_bench.models.workload import Shape
-from fullshard_bench.planning.choices import add_choices, choices_of
+from fullshard_bench.planning.choices import add_plan, choices_of
 from fullshard_bench.planning.command import Planning, show_plans
 from fullshard_bench.planning.files import Files
 from fullshard_bench.planning.record import Recording
@@ -45,6 +45,12 @@ from fullshard_bench.reporting.page import write_result_page
 from fullshard_bench.running.executing import Outputs, draw_record, execute
 from fullshard_bench.running.run import Run
 from fullshard_bench.running.suites import SUITES
+from fullshard_bench.saving.memory_checkpoints import (
+    add_memory_checkpoints,
+    measure_memory_checkpoints,
+    saves_of,
+    table_of_memory_checkpoints,
+)
 from fullshard_bench.settings import CONTESTANTS, DTYPES, TRANSPORTS, WIDE_GROUPS, Settings
 
 __all__ = ["main", "run"]
@@ -102,21 +108,19 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "fullshard_bench
         elif options.command == "optim":
             ranks, rounds = _at_least_one(options.ranks, "ranks"), _at_least_one(options.rounds)
             measured = measure_optimizers(options.model, ranks, rounds)
-            console.print(said_of_optimizers(measured))
-            if options.output is not None:
-                options.output.write_text(compact_json(measured) + "\n")
-                options.output.with_suffix(".md").write_text(said_of_optimizers(measured))
+            _show(measured, said_of_optimizers(measured), options.output, console)
         elif options.command == "state-dicts":
             ranks, rounds = _at_least_one(options.ranks, "ranks"), _at_least_one(options.rounds)
             console.print(table_of_state_dicts(measure_state_dicts(options.model, ranks, rounds)))
         elif options.command == "state-files":
             for name in ("ranks", "turns", "micro_batches", "tokens"):
                 _at_least_one(getattr(options, name), name.replace("_", "-"))
-            figures = measure_state_files(options.model, state_files_of(options))
-            console.print(table_of_state_files(figures), soft_wrap=True)
-            if options.output is not None:
-                options.output.write_text(compact_json(figures) + "\n")
-                options.output.with_suffix(".md").write_text(table_of_state_files(figures))
+            measured = measure_state_files(options.model, state_files_of(options))
+            _show(measured, table_of_state_files(measured), options.output, console)
+        elif options.command == "memory-checkpoints":
+            _at_least_one(options.rounds)
+            measured = measure_memory_checkpoints(options.model, saves_of(options))
+            _show(measured, table_of_memory_checkpoints(measured), options.output, console)
         elif options.command == "suite":
             runs = SUITES[options.suite]
             if options.verify:
@@ -137,6 +141,14 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "fullshard_bench
     except _Terminated:
         return 143
     return 0
+
+
+def _show(measured: dict[str, Any], table: str, output: Path | None, console: Console) -> None:
+    """Print what was measured; keep it in a file, with the table beside it."""
+    console.print(table, soft_wrap=True)
+    if output is not None:
+        output.write_text(compact_json(measured) + "\n")
+        output.with_suffix(".md").write_text(table)
 
 
 class _Terminated(BaseException):
@@ -180,7 +192,7 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
     _add_verify(suite)
     _add_outputs(suite)
     planned = commands.add_parser("plan", help="the memory of a model on meshes that are not there")
-    _add_plan(planned)
+    add_plan(planned)
     timed = commands.add_parser("plan-time", help="planned steps beside measured ones, here")
     timed.add_argument("--case", nargs="+", default=[], metavar="NAME", help="those alone")
     timed.add_argument(
@@ -205,17 +217,12 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
     files = commands.add_parser(
         "state-files", help="AdamW with its state in files, beside its state in memory"
     )
-    files.add_argument("--model", nargs="+", default=["gpt-124m"], help="as `run` takes them")
-    files.add_argument("--ranks", type=int, default=2, help="processes, with one thread each")
-    files.add_argument("--turns", type=int, default=3, help="how often each side is run")
-    files.add_argument("--bucket-mb", type=float, default=16, help="MiB of parameters at once")
-    files.add_argument("--micro-batches", type=int, default=1, help="backwards per step")
-    files.add_argument("--tokens", type=int, default=64, help="of a micro-batch on a rank")
-    files.add_argument(
-        "--disk-mb-s", type=float, default=0.0, help="hold the tier's reads and writes to this rate"
+    add_state_files(files)
+    add_memory_checkpoints(
+        commands.add_parser(
+            "memory-checkpoints", help="checkpoints in memory beside asynchronous ones in files"
+        )
     )
-    files.add_argument("--folder", type=Path, required=True, help="on the disk to measure")
-    files.add_argument("--output", type=Path, help="a JSON file, and the table beside it")
     changes = commands.add_parser("compare", help="what changed between two results")
     changes.add_argument("before", type=Path, help="a JSON file")
     changes.add_argument("after", type=Path, help="another")
@@ -265,32 +272,6 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     ):
         value = getattr(default, name)
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} ({value})")
-
-
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    default = Settings()
-    parser.add_argument("--mesh", nargs="+", required=True, metavar="N|MxN", help="ranks")
-    parser.add_argument("--model", default=default.model, help="as for run")
-    parser.add_argument("--rows", type=int, default=4, help="of a rank's batch (4)")
-    parser.add_argument("--tokens", type=int, default=2048, help="of a row (2048)")
-    parser.add_argument("--budget", default="", metavar="80GiB", help="of one device")
-    parser.add_argument(
-        "--device", default="", metavar="NAME",
-        help=f"{', '.join(DEVICES)}, for time; here: this machine, measured; or cpu",
-    )  # fmt: skip
-    parser.add_argument(
-        "--costs", type=Path, metavar="FILE", help="keeps what --device here measured"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="STEM",
-        help="write STEM.md, STEM.png, and of the best that fits STEM_best.png and a trace",
-    )  # fmt: skip
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="of the best that fits")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="of its step, for Perfetto")
-    add_choices(parser)
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes that plan"
-    )
 
 
 def _at_least_one(number: int, name: str = "rounds") -> int:

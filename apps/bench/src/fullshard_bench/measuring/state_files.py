@@ -32,7 +32,13 @@ from fullshard_bench.launching.machine import describe_machine, describe_version
 from fullshard_bench.models.registry import make_workload
 from fullshard_bench.models.workload import Shape
 
-__all__ = ["StateFiles", "measure_state_files", "state_files_of", "table_of_state_files"]
+__all__ = [
+    "StateFiles",
+    "add_state_files",
+    "measure_state_files",
+    "state_files_of",
+    "table_of_state_files",
+]
 
 _WARM = 2  # steps that are not counted: the first makes the state
 _STEPS = 3
@@ -60,6 +66,21 @@ class StateFiles:
     tokens: int
     tier: FileTier
     disk_mb_s: float
+
+
+def add_state_files(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--model", nargs="+", default=["gpt-124m"], help="as `run` takes them")
+    parser.add_argument("--ranks", type=int, default=2, help="processes, with one thread each")
+    parser.add_argument("--turns", type=int, default=3, help="how often each side is run")
+    parser.add_argument("--bucket-mb", type=float, default=16, help="MiB of parameters at once")
+    parser.add_argument("--micro-batches", type=int, default=1, help="backwards per step")
+    parser.add_argument("--tokens", type=int, default=64, help="of a micro-batch on a rank")
+    parser.add_argument(
+        "--disk-mb-s", type=float, default=0.0, help="hold the tier's reads and writes to this rate"
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure")
+    parser.add_argument("--output", type=Path, help="a JSON file, and the table beside it")
 
 
 def state_files_of(options: argparse.Namespace) -> StateFiles:

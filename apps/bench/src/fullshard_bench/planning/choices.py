@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from fullshard.preflight import Choice
+from fullshard.preflight import DEVICES, Choice
 from fullshard.sharding import ShardingPlacements
 from fullshard_bench.contestants.fsdp_options import parse_reshard
 from fullshard_bench.errors import BenchError
 from fullshard_bench.settings import DTYPES, Settings
 
-__all__ = ["add_choices", "choices_of"]
+__all__ = ["add_plan", "choices_of"]
 
 # On a mesh that replicates, stage 3 is what the mesh says.
 _ZERO = {1: ShardingPlacements.zero(1), 2: ShardingPlacements.zero(2), 3: None}
@@ -34,7 +36,34 @@ _NAMED = (
 )
 
 
-def add_choices(parser: argparse.ArgumentParser) -> None:
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command `plan`."""
+    default = Settings()
+    parser.add_argument("--mesh", nargs="+", required=True, metavar="N|MxN", help="ranks")
+    parser.add_argument("--model", default=default.model, help="as for run")
+    parser.add_argument("--rows", type=int, default=4, help="of a rank's batch (4)")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a row (2048)")
+    parser.add_argument("--budget", default="", metavar="80GiB", help="of one device")
+    parser.add_argument(
+        "--device", default="", metavar="NAME",
+        help=f"{', '.join(DEVICES)}, for time; here: this machine, measured; or cpu",
+    )  # fmt: skip
+    parser.add_argument(
+        "--costs", type=Path, metavar="FILE", help="keeps what --device here measured"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="STEM",
+        help="write STEM.md, STEM.png, and of the best that fits STEM_best.png and a trace",
+    )  # fmt: skip
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="of the best that fits")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="of its step, for Perfetto")
+    _add_choices(parser)
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes that plan"
+    )
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
     """Add the options, of which several values give several choices."""
     how = parser.add_argument_group(
         "choices", "several values give their product; without any, one thing at a time is changed"

@@ -1,0 +1,3 @@
+"""Measurements of checkpoints."""
+
+__all__: list[str] = []
