@@ -18,7 +18,7 @@ from fullshard.checkpoint.boxes import Box, box_of, cuts_of
 from fullshard.checkpoint.names import StateDict
 from fullshard.checkpoint.parts import Place, loadable, map_state, whole
 from fullshard.checkpoint.process_groups import ranks_of
-from fullshard.comm import EventKind, check_collective
+from fullshard.comm import EventKind, check_collective, waiting
 from fullshard.comm.spi import carrier_of
 from fullshard.sharding.spi import device_of_mesh, is_plain, local_shard
 
@@ -67,7 +67,8 @@ def gathered(tensor: DTensor, first: int | None) -> torch.Tensor | None:
         came = [torch.empty_like(mine) for _ in range(cut.count)] if cut.index == to else None
         if mine.numel() > 0:
             _check(process_group, mine)
-            dist.gather(mine, came, group=process_group, group_dst=to)
+            with waiting("optimizer state"):
+                dist.gather(mine, came, group=process_group, group_dst=to)
         if came is None:
             return None
         part = torch.cat(came, cut.dim).view(part.dtype).narrow(cut.dim, 0, cut.size)
@@ -157,7 +158,8 @@ def scattered(sender: Sender, params: _Params, named: StateDict) -> StateDict:
     outlined = {**named, "state": map_state(outline, params, named["state"])}
     everyone = [({name: box_of(param) for name, param in params.items()}, outlined)]
     everyone *= sender.process_group.size()
-    dist.all_gather_object(everyone, everyone[0], group=sender.process_group)
+    with waiting("optimizer state"):
+        dist.all_gather_object(everyone, everyone[0], group=sender.process_group)
     known = named if sender.mine else everyone[0][1]
     return {**known, "state": map_state(take, params, known["state"])}
 
@@ -179,6 +181,7 @@ def _part(sender: Sender, full: torch.Tensor, boxes: Sequence[Box]) -> torch.Ten
     sent = [packed[box] for box in boxes] if sender.mine else None
     received = torch.empty(most * full.itemsize, dtype=torch.uint8, device=sender.device)
     _check(group, received)
-    dist.scatter(received, sent, group=group, group_src=0)
+    with waiting("optimizer state"):
+        dist.scatter(received, sent, group=group, group_src=0)
     own = boxes[group.rank()]
     return received.view(full.dtype)[: own.numel].view(own.size)

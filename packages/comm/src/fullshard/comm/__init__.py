@@ -30,6 +30,7 @@ from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight, for
 from fullshard.comm.collectives.replicas import all_reduce_shards
 from fullshard.comm.debug.debug import check_collective, debug_collectives, set_debug_collectives
 from fullshard.comm.debug.desync import CollectiveMismatchError
+from fullshard.comm.debug.timeline import file_access, waiting
 from fullshard.comm.layouts.layout import BufferSpec, Layout, TensorSpec
 from fullshard.comm.layouts.rank_major import RankMajorLayout
 from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling, reduction_scaling
@@ -111,6 +112,7 @@ __all__ = [
     "debug_collectives",
     "default_all_gather",
     "default_reduce_scatter",
+    "file_access",
     "foreach_all_gather",
     "foreach_all_gather_copy_out",
     "foreach_reduce",
@@ -123,4 +125,5 @@ __all__ = [
     "set_shared_frames",
     "set_shared_memory",
     "shared_memory_statistics",
+    "waiting",
 ]

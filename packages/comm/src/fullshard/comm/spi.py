@@ -25,6 +25,7 @@ from fullshard.comm.debug.debug import (
 )
 from fullshard.comm.debug.desync import DesyncDetector
 from fullshard.comm.debug.poison import check_unpoisoned
+from fullshard.comm.debug.timeline import Taken, Timeline
 from fullshard.comm.layouts.coded import CodedSpec, as_arrived, by_holder
 from fullshard.comm.layouts.layout import pieces_of
 from fullshard.comm.layouts.rank_major import rank_major
@@ -43,7 +44,7 @@ from fullshard.comm.runtime.compat import (
 from fullshard.comm.runtime.devices import DeviceTraits, can_pin, simulated, traits_of
 from fullshard.comm.runtime.ended_ranks import record_process
 from fullshard.comm.runtime.host_reads import host_reads_by, host_values
-from fullshard.comm.runtime.observer import LISTENERS, emit
+from fullshard.comm.runtime.observer import LISTENERS, WATCHERS, Mark, emit, mark_end_of_backward
 from fullshard.comm.runtime.process_exit import finish_threads_at_exit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.required import require
@@ -65,6 +66,7 @@ __all__ = [
     "DEBUGGED",
     "LISTENERS",
     "NOTHING",
+    "WATCHERS",
     "AllReduceInFlight",
     "AutomaticTransport",
     "BlockPool",
@@ -76,6 +78,7 @@ __all__ = [
     "DesyncDetector",
     "DeviceTraits",
     "FullTensors",
+    "Mark",
     "NoRoomError",
     "OwnShards",
     "ReducePlan",
@@ -84,6 +87,8 @@ __all__ = [
     "SharedGatherInFlight",
     "SharedTensors",
     "StreamEvent",
+    "Taken",
+    "Timeline",
     "all_reduce_numbers",
     "all_to_all",
     "as_arrived",
@@ -114,6 +119,7 @@ __all__ = [
     "is_profiled",
     "is_served",
     "leave_collectives",
+    "mark_end_of_backward",
     "named_range",
     "op_name",
     "own_mask",

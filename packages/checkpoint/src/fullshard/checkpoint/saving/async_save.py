@@ -20,6 +20,7 @@ import torch.distributed as dist
 from fullshard.checkpoint.process_groups import own_group
 from fullshard.checkpoint.saving.staging import snapshot
 from fullshard.checkpoint.saving.writing import write
+from fullshard.comm import file_access
 
 __all__ = ["PendingSave", "async_save"]
 
@@ -88,13 +89,14 @@ def async_save(
     latest = _alone if group is None else _latest.setdefault(group, [])
     save, error = _Save(before=[*latest], group=group), None
     try:
-        wait(latest)
-        if latest and not latest[0].seen:
-            latest[0].result()
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict is a {type(state_dict).__name__}; pass a dict")
-        save.folder = Path(folder)
-        save.state = snapshot(state_dict)
+        with file_access("checkpoint"):
+            wait(latest)
+            if latest and not latest[0].seen:
+                latest[0].result()
+            if not isinstance(state_dict, Mapping):
+                raise TypeError(f"state_dict is a {type(state_dict).__name__}; pass a dict")
+            save.folder = Path(folder)
+            save.state = snapshot(state_dict)
     except BaseException as caught:  # the other ranks get the error, in their threads
         save.error = error = caught
         save.pending.seen = True

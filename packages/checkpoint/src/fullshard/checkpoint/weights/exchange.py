@@ -25,7 +25,7 @@ from fullshard.checkpoint.files.runs import runs_of
 from fullshard.checkpoint.rules.pieces import Piece
 from fullshard.checkpoint.weights.sharing import Sharing, sharing_of
 from fullshard.checkpoint.weights.tensors import ModelTensor
-from fullshard.comm import EventKind, check_collective
+from fullshard.comm import EventKind, check_collective, waiting
 from fullshard.comm.spi import carrier_of
 from fullshard.sharding.spi import device_of_mesh
 
@@ -94,7 +94,8 @@ class Together:
         output = come[: sum(come_sizes)].to(device)
         nbytes = stored.dtype.itemsize * sum(block.numel for block in blocks)
         check_collective(EventKind.ALL_GATHER, "weights", process_group, nbytes=nbytes)
-        dist.all_to_all_single(output, input, come_sizes, send_sizes, group=process_group)
+        with waiting("weights"):
+            dist.all_to_all_single(output, input, come_sizes, send_sizes, group=process_group)
         self._unpack(output.view(stored.dtype), tensor, blocks)
         if error is not None:
             raise _ReadError(error)
@@ -235,7 +236,8 @@ def send_to_replicas(tensor: ModelTensor, axes: Sequence[int], slice_bytes: int)
         for part in flat.split(slice_bytes if device != local.device else flat.numel()):
             there = part.to(device)
             check_collective(EventKind.ALL_GATHER, "weights", process_group, nbytes=there.nbytes)
-            dist.broadcast(there, group=process_group, group_src=0)
+            with waiting("weights"):
+                dist.broadcast(there, group=process_group, group_src=0)
             if there is not part:
                 part.copy_(there)
     if packed is not local:

@@ -38,6 +38,7 @@ from fullshard.checkpoint.weights.tensors import (
     tensors_of,
     unset_buffers,
 )
+from fullshard.comm import file_access
 from fullshard.sharding.spi import require_bool
 
 __all__ = ["LoadOptions", "load_safetensors"]
@@ -142,7 +143,8 @@ def load_safetensors(
     agree_over_meshes(tensors, {}, error)
     assert reader is not None, "else it raised"
     try:
-        agree_over_meshes(tensors, {}, _read(plan, reader, options))
+        with file_access("weights"):
+            agree_over_meshes(tensors, {}, _read(plan, reader, options))
     finally:
         for group in groups_of(tensors_of(model), "load_safetensors()"):
             group.generation.advance()

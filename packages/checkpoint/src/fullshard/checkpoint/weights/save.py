@@ -40,6 +40,7 @@ from fullshard.checkpoint.weights.tensors import (
     require_no_block,
     tensors_of,
 )
+from fullshard.comm import file_access, waiting
 from fullshard.sharding.spi import require_bool, require_count
 
 __all__ = ["SaveOptions", "save_safetensors"]
@@ -159,7 +160,8 @@ def save_safetensors(
     except Exception as caught:
         error = caught
     _agree(sender, told, error)
-    return _Saving(tensors, path, files, sender, options).run()
+    with file_access("weights"):
+        return _Saving(tensors, path, files, sender, options).run()
 
 
 def _sender(tensors: Sequence[ModelTensor], group: dist.ProcessGroup | None) -> Sender | None:
@@ -226,7 +228,8 @@ class _Saving:
         told = ([each.box for each in self._tensors], uuid.uuid4().hex[:_ID])
         everyone = [told] * self._size
         if self._sender is not None:
-            dist.all_gather_object(everyone, told, group=self._sender.process_group)
+            with waiting("agreement"):
+                dist.all_gather_object(everyone, told, group=self._sender.process_group)
         return [boxes for boxes, _ in everyone], everyone[0][1]
 
     def run(self) -> SaveReport:
@@ -336,7 +339,8 @@ class _Saving:
         everyone = [mine]
         if self._sender is not None and self._options.writers_per_file > 1:
             everyone *= self._size
-            dist.all_gather_object(everyone, mine, group=self._sender.process_group)
+            with waiting("checksums"):
+                dist.all_gather_object(everyone, mine, group=self._sender.process_group)
         return everyone
 
     def _close(self, sums: Sequence[Mapping[int, Mapping[str, Sequence[PartialSum]]]]) -> None:

@@ -24,7 +24,7 @@ from fullshard.checkpoint.rules.pieces import Piece
 from fullshard.checkpoint.transfer import Sender
 from fullshard.checkpoint.weights.layout import FileTensor
 from fullshard.checkpoint.weights.tensors import ModelTensor
-from fullshard.comm import EventKind, check_collective
+from fullshard.comm import EventKind, check_collective, waiting
 
 __all__ = ["FileBlock", "Rounds", "Share", "blocks_of", "shares_of"]
 
@@ -202,7 +202,8 @@ class Rounds:
         process_group = self._sender.process_group
         nbytes = sum(parts.block.nbytes for blocks in now for parts in blocks)
         check_collective(EventKind.ALL_GATHER, "weights", process_group, nbytes=nbytes)
-        dist.all_to_all_single(received, packed, come_sizes, send_sizes, group=process_group)
+        with waiting("weights"):
+            dist.all_to_all_single(received, packed, come_sizes, send_sizes, group=process_group)
         self.sent += at
         return list(received.cpu().split(come_sizes))
 

@@ -14,7 +14,7 @@ from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.debug.debug import check_collective
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.carriers import carrier_of
-from fullshard.comm.runtime.observer import EventKind, emit
+from fullshard.comm.runtime.observer import TIMELINES, EventKind, Mark, emit, mark
 from fullshard.comm.same_host.same_host import AutomaticTransport, shares_memory
 
 __all__ = ["all_reduce_numbers"]
@@ -52,13 +52,19 @@ def all_reduce_numbers(
     nbytes = numbers.nbytes
     check_collective(EventKind.ALL_REDUCE, name, process_group, nbytes=nbytes)
     emit(EventKind.ALL_REDUCE, name, rank=process_group.rank(), nbytes=nbytes, stream="current")
-    if shares_memory(process_group, numbers.device) and numbers.numel():
-        AutomaticTransport().all_reduce(numbers, op, process_group, False)
-        return
-    sent = numbers.to(carrier_of(process_group, numbers.device))
+    if TIMELINES:
+        mark(Mark.WAIT, f"sum of {name or 'numbers'}")
     try:
-        dist.all_reduce(sent, op, process_group)
-    except RuntimeError as error:
-        raise_located(error, "all-reduce", name, process_group)
-    if sent is not numbers:
-        numbers.copy_(sent)
+        if shares_memory(process_group, numbers.device) and numbers.numel():
+            AutomaticTransport().all_reduce(numbers, op, process_group, False)
+            return
+        sent = numbers.to(carrier_of(process_group, numbers.device))
+        try:
+            dist.all_reduce(sent, op, process_group)
+        except RuntimeError as error:
+            raise_located(error, "all-reduce", name, process_group)
+        if sent is not numbers:
+            numbers.copy_(sent)
+    finally:
+        if TIMELINES:
+            mark(Mark.WAIT_ENDED)

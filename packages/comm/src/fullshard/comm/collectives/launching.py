@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.collectives.lost_ranks import raise_located
-from fullshard.comm.runtime.observer import EventKind, emit
+from fullshard.comm.runtime.observer import TIMELINES, EventKind, Mark, emit, mark
 from fullshard.comm.runtime.streams import Stream
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 
@@ -31,10 +31,15 @@ def wait_for(config: GatherConfig | ReduceConfig, work: dist.Work) -> None:
         PeerLostError: if a rank of this host has ended, or a rank that shares memory is late.
         RuntimeError: another error of the backend.
     """
+    if TIMELINES:
+        mark(config.waits_for, config.name)
     try:
         work.wait()
     except RuntimeError as error:
         raise_located(error, config.what, config.name, config.process_group)
+    finally:
+        if TIMELINES:
+            mark(Mark.WAIT_ENDED)
 
 
 def release(config: GatherConfig | ReduceConfig, buffer: Buffer, owner: Stream) -> None:

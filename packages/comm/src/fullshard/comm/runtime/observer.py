@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,13 +23,18 @@ from fullshard.comm.runtime.required import require
 
 __all__ = [
     "LISTENERS",
+    "TIMELINES",
+    "WATCHERS",
     "CommStatistics",
     "Event",
     "EventKind",
     "EventLog",
+    "Mark",
     "Observer",
     "StatisticsObserver",
     "emit",
+    "mark",
+    "mark_end_of_backward",
     "observe",
 ]
 
@@ -71,6 +76,29 @@ class EventKind(StrEnum):
     """Full tensors were unpacked from a collective's output; bytes of those tensors."""
 
 
+class Mark(StrEnum):
+    """A moment that only timelines are told of; see ``timeline``."""
+
+    BACKWARD_ENDED = "backward_ended"
+    """A root's backward has run, and its gradients are in place."""
+    WAIT = "wait_begins"
+    """This rank begins to wait for other ranks."""
+    WAIT_GATHER = "gather"
+    """This rank begins to wait for a gather."""
+    WAIT_REDUCTION = "reduction"
+    """This rank begins to wait for a reduction."""
+    WAIT_ENDED = "wait_ended"
+    """What it waited for is there."""
+    STEP = "step"
+    """An optimizer's step begins."""
+    STEP_ENDED = "step_ended"
+    """An optimizer's step is over."""
+    FILES = "files"
+    """This rank begins to read or write files."""
+    FILES_ENDED = "files_ended"
+    """It has read or written them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """An event: its kind, name, rank, bytes, time and stream.
@@ -95,6 +123,10 @@ class Observer(Protocol):
 
 LISTENERS: list[Observer] = []
 """Who listens now: to be looked at before ``emit`` is called, which then costs nothing."""
+WATCHERS: list[object] = []
+"""Observers and timelines: to be looked at before ``emit`` of a kind that timelines keep."""
+TIMELINES: list[Callable[[EventKind | Mark, str], None]] = []
+"""Functions that are told of marks: to be looked at before ``mark`` is called."""
 _failures: dict[int, str] = {}  # what to warn of when its context ends, by identity
 _lock = threading.Lock()
 _logger = logging.getLogger("fullshard.comm")
@@ -104,6 +136,8 @@ def emit(
     kind: EventKind, name: str = "", *, rank: int = 0, nbytes: int = 0, stream: str = ""
 ) -> None:
     """Send an event to every observer; do nothing if there is no observer."""
+    for note in TIMELINES:
+        note(kind, name)
     if not LISTENERS:
         return
     now = time.perf_counter_ns()
@@ -113,6 +147,17 @@ def emit(
             observer.on_event(event)
         except Exception as error:  # the collective continues after any error of an observer
             _drop(observer, event, error)
+
+
+def mark(kind: Mark, name: str = "") -> None:
+    """Tell timelines of a moment that is no event; on hot paths look at ``TIMELINES`` before."""
+    for note in TIMELINES:
+        note(kind, name)
+
+
+def mark_end_of_backward() -> None:
+    """Tell timelines that a root's backward is over."""
+    mark(Mark.BACKWARD_ENDED)
 
 
 def _drop(observer: Observer, event: Event, error: Exception) -> None:
@@ -139,6 +184,7 @@ def observe(observer: Observer) -> Iterator[Observer]:
     require(Observer, observer)
     with _lock:
         LISTENERS.append(observer)
+        WATCHERS.append(observer)
     try:
         yield observer
     finally:
@@ -150,9 +196,10 @@ def observe(observer: Observer) -> Iterator[Observer]:
 def _remove(observer: Observer) -> None:
     """Forget one entry of ``observer``, of which there may be several: contexts nest."""
     with _lock:
-        place = next((at for at, each in enumerate(LISTENERS) if each is observer), None)
-        if place is not None:
-            del LISTENERS[place]
+        for told in (LISTENERS, WATCHERS):
+            place = next((at for at, each in enumerate(told) if each is observer), None)
+            if place is not None:
+                del told[place]
 
 
 @dataclass

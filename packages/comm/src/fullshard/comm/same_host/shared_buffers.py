@@ -18,7 +18,7 @@ from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
+from fullshard.comm.runtime.observer import LISTENERS, TIMELINES, EventKind, Mark, emit, mark
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.same_host.shared_signals import PeerLostError
 from fullshard.comm.transports.config import GatherConfig
@@ -98,11 +98,16 @@ class SharedGatherInFlight:
 
     def wait(self) -> None:
         """Block until every rank's part is there. May be called again."""
+        if TIMELINES:
+            mark(Mark.WAIT_GATHER, self.name)
         try:
             self.work.wait()
         except PeerLostError as error:
             error.say_where("gather", self.name)
             raise
+        finally:
+            if TIMELINES:
+                mark(Mark.WAIT_ENDED)
 
     def discard(self) -> None:
         """Wait for a gather whose result is not needed, and leave the buffer."""

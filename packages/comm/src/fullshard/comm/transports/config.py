@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fullshard.comm.buffers.buffers import BufferSource
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime.ended_ranks import record_process
+from fullshard.comm.runtime.observer import Mark
 from fullshard.comm.runtime.process_exit import finish_threads_at_exit
 from fullshard.comm.runtime.streams import CommStreams, canonical_device
 from fullshard.comm.transports.collective import AllGather, Collective, ReduceScatter
@@ -51,6 +52,7 @@ class GatherConfig(_Shared):
     """
 
     what: ClassVar = "gather"
+    waits_for: ClassVar = Mark.WAIT_GATHER
     runs_on: ClassVar = ("copy_in", "gather")  # packing; moving
     comm: AllGather = field(compare=False)
 
@@ -64,6 +66,7 @@ class ReduceConfig(_Shared):
     """
 
     what: ClassVar = "reduction"
+    waits_for: ClassVar = Mark.WAIT_REDUCTION
     runs_on: ClassVar = ("current", "reduce")
     comm: ReduceScatter = field(compare=False)
     scaling: ReduceScaling

@@ -18,6 +18,7 @@ from fullshard.comm import (
     ProcessGroupTransport,
     TensorSpec,
     all_gather_tensors,
+    waiting,
 )
 from fullshard.comm.spi import (
     AutomaticTransport,
@@ -43,6 +44,13 @@ def numbers_of_ranks(
         device: the device on which the ranks compute.
         plug_in: the collective to use if the group serves neither the CPU nor ``device``.
     """
+    with waiting("agreement"):
+        return _numbers_of_ranks(number, process_group, device, plug_in)
+
+
+def _numbers_of_ranks(
+    number: int, process_group: dist.ProcessGroup, device: torch.device, plug_in: AllGather | None
+) -> Sequence[int]:
     world_size = process_group.size()
     alike = [number] * world_size
     carrier = host_carrier_of(process_group, device)
@@ -68,7 +76,8 @@ def objects_of_ranks(
     if host_carrier_of(process_group, device) is not None or plug_in is None:
         everyone = [value] * process_group.size()
         try:
-            dist.all_gather_object(everyone, value, group=process_group)
+            with waiting("agreement"):
+                dist.all_gather_object(everyone, value, group=process_group)
         except RuntimeError as error:
             raise_located(error, "comparison", "settings", process_group)
         return everyone

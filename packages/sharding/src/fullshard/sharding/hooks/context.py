@@ -29,6 +29,7 @@ from fullshard.comm.spi import (
     is_debugging,
     is_profiled,
     leave_collectives,
+    mark_end_of_backward,
     release_frames,
     resume_collectives,
 )
@@ -267,6 +268,7 @@ class RootContext:
                 raise
             if is_last and not by_hand:
                 self.commit()
+            mark_end_of_backward()
             if error:
                 raise RuntimeError(error)
 

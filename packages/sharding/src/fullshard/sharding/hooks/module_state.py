@@ -20,8 +20,8 @@ from torch import nn
 from fullshard.comm import EventKind
 from fullshard.comm.spi import (
     DEBUGGED,
-    LISTENERS,
     NOTHING,
+    WATCHERS,
     emit,
     is_debugging,
     is_profiled,
@@ -174,7 +174,7 @@ class ModuleState:
             position = context.enter_forward(self)
             call.entered = True
         self._calls.append(call)
-        if LISTENERS:
+        if WATCHERS:
             emit(EventKind.PRE_FORWARD, self.label, rank=self._rank)
         if self._adapts_inputs:
             args, kwargs = self._adapted(args, kwargs)
@@ -276,7 +276,7 @@ class ModuleState:
             self._place = record.place(self, kept_for, self._place)
             if not self._to_run:
                 self._place = -1
-        if LISTENERS:
+        if WATCHERS:
             emit(EventKind.POST_FORWARD, self.label, rank=self._rank)
         if kept_for is None:
             torch.clear_autocast_cache()  # see [Note: autocast]
@@ -310,7 +310,7 @@ class ModuleState:
                 context, schedule = self.context, self.context.schedule
                 context.enter_backward()
                 forward_pass.begin_backward()
-                if LISTENERS:
+                if WATCHERS:
                     emit(EventKind.PRE_BACKWARD, self.label, rank=self._rank)
                 for group in self.groups:
                     group.begin_backward(forward_pass)
