@@ -13,6 +13,7 @@ from torch import nn
 
 from fullshard.sharding.api.comm_settings import CommSettings
 from fullshard.sharding.api.handles import UnshardHandle
+from fullshard.sharding.api.slow_ranks import SlowRanks
 from fullshard.sharding.api.statistics import ShardingStatistics, statistics_of
 from fullshard.sharding.api.step_settings import StepSettings, states_of
 from fullshard.sharding.base.checks import require_bool
@@ -137,14 +138,19 @@ class FSDPModule(CommSettings, StepSettings, _Original):
 
     # -- statistics -------------------------------------------------------------------------------
 
-    def statistics(self) -> ShardingStatistics:
+    def statistics(self, *, slow_ranks: SlowRanks | None = None) -> ShardingStatistics:
         """Return what this module and those below amount to; print it for a table.
 
         Parameters, bytes sharded, gathered and padded; collectives and host time per step since the
         model was built, or since ``reset_statistics()``.
+
+        Args:
+            slow_ranks: also report which ranks are slow, over the steps that it watched. The call
+                is a collective then: every rank of the job makes it.
         """
+        report = None if slow_ranks is None else slow_ranks.report()
         steps = initialised_state(self).context.steps
-        return statistics_of(the_states(self, recurse=True), steps)
+        return statistics_of(the_states(self, recurse=True), steps, report)
 
     def reset_statistics(self) -> None:
         """Reset the counts of this root and all modules below it: call it after the warm-up."""

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from fullshard.sharding.api.slow_ranks import SlowRanksReport
+
 if TYPE_CHECKING:
     from fullshard.sharding.hooks.module_state import ModuleState
 
@@ -49,10 +51,12 @@ class ShardingStatistics:
     Attributes:
         groups: one entry per group, in the order of the modules.
         steps: backwards that ended since counting began; numbers per step are divided by this.
+        slow_ranks: the own times of all ranks, if they were asked for.
     """
 
     groups: tuple[GroupStatistics, ...]
     steps: int
+    slow_ranks: SlowRanksReport | None = None
 
     @property
     def total(self) -> GroupStatistics:
@@ -70,7 +74,9 @@ class ShardingStatistics:
             for name, *cells in rows
         ]
         rule = "-" * len(lines[0])
-        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], f"steps: {self.steps}"])
+        below = [] if self.slow_ranks is None else ["", str(self.slow_ranks)]
+        steps = f"steps: {self.steps}"
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], steps, *below])
 
 
 _HEADS = ["group", "parameters", "sharded", "gathered", "padding"]
@@ -88,12 +94,15 @@ def _bytes(count: int) -> str:
     return f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{count} B"
 
 
-def statistics_of(states: Sequence[ModuleState], steps: int) -> ShardingStatistics:
+def statistics_of(
+    states: Sequence[ModuleState], steps: int, slow_ranks: SlowRanksReport | None = None
+) -> ShardingStatistics:
     """Return the statistics of the groups that ``states`` own.
 
     Args:
         states: the sharded modules.
         steps: backwards that ended since counting began.
+        slow_ranks: what ranks found, if they were asked.
     """
     divisor = max(1, steps)
     groups = []
@@ -114,4 +123,4 @@ def statistics_of(states: Sequence[ModuleState], steps: int) -> ShardingStatisti
                     host_us=0.0 if index else state.host_ns / divisor / 1000,
                 )
             )
-    return ShardingStatistics(groups=tuple(groups), steps=steps)
+    return ShardingStatistics(groups=tuple(groups), steps=steps, slow_ranks=slow_ranks)
