@@ -167,7 +167,10 @@ def test_a_rank_records_steps_events_and_memory_and_the_error_that_ended_it(tmp_
     assert told["events"]["reduce_scatter"]["count"] == 5
     assert told["error"] == "RuntimeError: on purpose"
     assert told["peak_memory"] > 0
+    assert told["own_times"]["steps"] == [2, 4, 6, 8, 10]  # two optimizers a step
     run = read_run(tmp_path)
+    assert run.slow_ranks is not None
+    assert (run.slow_ranks.ranks, len(run.slow_ranks.steps)) == ((0, 1), 5)
     assert [each.rank for each in run.ranks] == [0, 1]
     assert run.value()["errors"] == dict.fromkeys("01", "RuntimeError: on purpose")
 
@@ -221,6 +224,28 @@ def test_a_page_about_runs_has_losses_and_a_map_of_ranks(tmp_path: Path) -> None
     ]
     assert memory[0]["y"] == [3, 3]
     assert moved[0]["y"] == [1, 1]
+
+
+def test_a_slow_rank_of_a_run_is_named_in_text_json_and_maps(tmp_path: Path) -> None:
+    for rank in range(2):
+        _rank_file(tmp_path, rank, 0.01)
+        path = file_of(tmp_path, rank)
+        told = json.loads(path.read_text())
+        forward = ["forward", "blocks.1", [20_000 * (rank + 1)] * 4]
+        own = [forward, ["input", "", [5_000] * 4]]
+        told["own_times"] = {"steps": [1, 2, 3, 4], "own": own, "waits": []}
+        path.write_text(json.dumps(told))
+    assert "rank 1 is slow in forward: 20.0 ms" in _run("compare", str(tmp_path)).output
+    (value,) = json.loads(_run("compare", str(tmp_path), "--json").output)
+    (slow,) = value["slow_ranks"]["slow"]
+    assert (slow["rank"], slow["phase"], slow["module"]) == (1, "forward", "blocks.1")
+    _run("compare", str(tmp_path), "--html", f"{tmp_path}/page.html")
+    text = (tmp_path / "page.html").read_text()
+    figures = [json.loads(each) for each in re.findall(r"data-figure=[^>]*>(.*?)</script>", text)]
+    _, phases, steps, *_ = (each["data"][0] for each in figures)
+    assert phases["x"] == ["input", "forward", "backward", "optimizer", "file system"]
+    assert phases["z"] == [[5, 20, 0, 0, 0], [5, 40, 0, 0, 0]]
+    assert (steps["x"], steps["z"]) == ([1, 2, 3, 4], [[25] * 4, [45] * 4])
 
 
 def test_a_run_whose_rank_failed_ends_with_1(tmp_path: Path) -> None:

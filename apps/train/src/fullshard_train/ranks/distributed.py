@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fullshard.comm import waiting
 from fullshard_train.errors import TrainError
 from fullshard_train.settings.config import Config
 
@@ -138,7 +139,8 @@ def on_main(function: Callable[[], T], *, group: dist.ProcessGroup | None = None
             box[0] = function()
         except TrainError as error:
             box[1] = str(error)
-    dist.broadcast_object_list(box, src=0, group=group)
+    with waiting():
+        dist.broadcast_object_list(box, src=0, group=group)
     if box[1] is not None:
         raise TrainError(box[1])
     result: T = box[0]
@@ -158,7 +160,8 @@ def raise_together(function: Callable[[], T], *, group: dist.ProcessGroup | None
     except TrainError as error:
         message = str(error)
     messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message, group=group)
+    with waiting():
+        dist.all_gather_object(messages, message, group=group)
     for text in messages:
         if text is not None:
             raise TrainError(text)
@@ -179,14 +182,16 @@ def broadcast_bytes(data: bytes | None) -> torch.Tensor:
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """The sum of `values` over all ranks, in place and returned."""
-    dist.all_reduce(values)
+    with waiting():
+        dist.all_reduce(values)
     return values
 
 
 def highest_over_ranks(*values: int) -> list[int]:
     """The highest of each value over all ranks; it travels between CPUs and waits for no device."""
     table = torch.tensor(values)
-    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    with waiting():
+        dist.all_reduce(table, op=dist.ReduceOp.MAX)
     return [int(value) for value in table]
 
 
@@ -194,7 +199,8 @@ def over_ranks(value: int) -> list[int]:
     """The value of each rank, in their order; it travels between CPUs and waits for no device."""
     table = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     table[dist.get_rank()] = value
-    dist.all_reduce(table)
+    with waiting():
+        dist.all_reduce(table)
     return [int(each) for each in table]
 
 

@@ -1,9 +1,9 @@
 """The measurements of a run, one JSON object per line.
 
 Owns the file: appending, reading back, and cutting it to a step when a run is resumed. A line has
-    `kind` ("train", "held_out" or "checkpoint") and `step`, the number of finished updates; see
-`fullshard_train.training.trainer` for the rest. A number that is not finite is null, as JSON has no
-word for it. TensorBoard's event files are optional; what a run reads back is this file.
+    `kind` ("train", "held_out", "checkpoint" or "ranks") and `step`, the number of finished
+updates; see `fullshard_train.training.trainer` for the rest. A number that is not finite is null,
+as JSON has no word for it. TensorBoard's event files are optional; a run reads back this file.
 """
 
 from __future__ import annotations

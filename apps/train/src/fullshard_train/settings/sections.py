@@ -57,6 +57,7 @@ class RunConfig:
     metrics: Literal["jsonl", "tensorboard"]
     logger: str
     logger_patience: FinitePositive
+    slow_ranks: CountOrZero
     export: str
 
     def __post_init__(self) -> None:

@@ -6,7 +6,8 @@ the task's unit), `learning_rate`, `gradient_norm` (before clipping), `items_per
 ranks), `peak_memory_mib` (the largest of all ranks), `model_flops_utilisation` (from 0 to 1; where
 it is known), and `seconds` (since the run or its resumption began); for each evaluation one of kind
 "held_out" with `step`, `loss` and `accuracy`; for each checkpoint one of kind "checkpoint" with
-`step` and `pause_seconds`, for which training stood still.
+`step` and `pause_seconds`, for which training stood still; for each comparison of ranks one of kind
+"ranks" (see `fullshard_train.training.slow_ranks`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from fullshard.comm import file_access, waiting
 from fullshard.elastic import ReplicaGroups
 from fullshard.sharding import FSDPModule
 from fullshard_train.checkpoints.checkpoint import Position, capture, load_checkpoint
@@ -47,6 +49,7 @@ from fullshard_train.training.measures import Measures, Memory, utilisation_of
 from fullshard_train.training.optim import build_optimizer
 from fullshard_train.training.schedule import learning_rate
 from fullshard_train.training.sharded import announce, build_sharded_model, wire_policy
+from fullshard_train.training.slow_ranks import watch_ranks
 
 __all__ = ["Outputs", "Trainer", "Update", "cross_entropy"]
 
@@ -152,7 +155,10 @@ class Trainer:
 
     def _fit(self, outputs: Outputs, stop: StopRequest) -> int:
         background = self.config.checkpoint.background
-        with Saver(outputs.store, self.world, background=background) as saver:
+        with (
+            Saver(outputs.store, self.world, background=background) as saver,
+            watch_ranks(self.config.run.slow_ranks, self.world, outputs.metrics) as ranks,
+        ):
             self._started = self._last_flush = time.perf_counter()
             while True:
                 number, failed = highest_over_ranks(stop.number, saver.failed)
@@ -163,6 +169,7 @@ class Trainer:
                 if number or self.step == self.config.train.steps:
                     return number
                 self._advance(outputs, saver)
+                ranks.after(self.step)
 
     def save(self, outputs: Outputs, saver: Saver) -> None:
         """Begin a checkpoint, in the background if the config asks for it."""
@@ -174,7 +181,8 @@ class Trainer:
             torch_version=torch.__version__,
         )
         began = time.perf_counter()
-        saver.start(position, capture(self.model, self.optimizer))
+        with file_access("checkpoint"):
+            saver.start(position, capture(self.model, self.optimizer))
         pause = round(time.perf_counter() - began, 6)
         outputs.metrics.write({"kind": "checkpoint", "step": self.step, "pause_seconds": pause})
 
@@ -264,9 +272,10 @@ class Trainer:
         rate = self._set_rate()
         self._seed_step()
         loss = self._accumulate_gradients()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.clip_norm)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        with waiting("gradient norm"):
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.clip_norm)
+            if isinstance(norm, DTensor):
+                norm = norm.full_tensor()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return Update(step=self.step, loss=loss, gradient_norm=norm, learning_rate=rate)

@@ -247,6 +247,8 @@ def compare(
         console.print(runs_table(found))
         if len(found) == 1 and found[0].ranks:
             console.print(ranks_table(found[0]))
+            if found[0].slow_ranks is not None:
+                typer.echo(str(found[0].slow_ranks))
     raise typer.Exit(int(any(each["errors"] for each in values)))
 
 

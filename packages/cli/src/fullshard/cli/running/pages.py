@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from fullshard.cli.running.runs import Run
 from fullshard.preflight.spi import Figure, Table
+from fullshard.sharding import SlowRanksReport
 
 __all__ = ["run_parts"]
 
@@ -37,6 +39,8 @@ def run_parts(runs: Sequence[Run]) -> Iterator[Table | Figure]:
     for run in runs:
         if run.ranks:
             yield _heat(run)
+            if run.slow_ranks is not None:
+                yield from _own_times(run, run.slow_ranks)
             yield _memory(run)
             yield _bytes(run)
 
@@ -58,6 +62,27 @@ def _heat(run: Run) -> Figure:
     }
     layout = {"xaxis": {"title": {"text": "step"}}, "yaxis": {"autorange": "reversed"}}
     return Figure(title=f"{run.name}: time of steps by rank", data=[data], layout=layout)
+
+
+def _own_times(run: Run, report: SlowRanksReport) -> Iterator[Table | Figure]:
+    """Yield the slow ranks, and two maps: own time by rank and phase, and by rank and step."""
+    heads = ("rank", "phase", "module", "ms more than others", "part of a step")
+    found = [
+        (each.rank, each.phase, each.module, f"{1000 * each.seconds:.1f}", f"{each.share:.0%}")
+        for each in report.slow
+    ]
+    none = [("-", "no rank is slow", "-", "-", "-")]
+    yield Table(title=f"{run.name}: slow ranks", heads=heads, rows=found or none)
+    ranks = [f"rank {rank}" for rank in report.ranks]
+    phases = [str(phase) for phase in report.own]
+    own = [[1000 * of[place] for of in report.own.values()] for place in range(len(ranks))]
+    steps = [[1000 * step[place] for step in report.by_step] for place in range(len(ranks))]
+    for title, x, z in (("phase", phases, own), ("step", list(report.steps), steps)):
+        data: dict[str, Any] = {"type": "heatmap", "x": x, "y": ranks, "z": z}
+        data["colorbar"] = {"title": {"text": "ms"}}
+        layout = {"xaxis": {"title": {"text": title}}, "yaxis": {"autorange": "reversed"}}
+        name = f"{run.name}: own time by rank and {title}, waits for other ranks not counted"
+        yield Figure(title=name, data=[data], layout=layout)
 
 
 def _averages(seconds: Sequence[float], width: int) -> list[float]:

@@ -1,7 +1,8 @@
 """The program of one rank of ``fullshard run --record FOLDER``: a script, and a file about it.
 
 ``python -m fullshard.cli.running.recorded FOLDER script.py ...``. A file has the times of the
-optimizer's steps, the engine's events with their bytes, and the peak of memory.
+optimizer's steps, the engine's events with their bytes, the peak of memory, and the own time of the
+latest steps by phase and module.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fullshard.comm import StatisticsObserver, observe
+from fullshard.sharding import SlowRanks
 from fullshard.wrappers.spi import run_program
 
 __all__ = ["file_of", "main", "recording"]
@@ -50,10 +52,10 @@ class _Steps:
 def recording(folder: Path) -> Iterator[None]:
     """Record what this rank does inside, and write it at the end, also after an error."""
     began, steps, error = time.perf_counter(), _Steps(), ""
-    observer = StatisticsObserver()
+    observer, watch = StatisticsObserver(), SlowRanks()
     hook = register_optimizer_step_post_hook(steps)
     try:
-        with observe(observer):
+        with observe(observer), watch:
             yield
     except BaseException as raised:
         done = isinstance(raised, SystemExit) and not raised.code
@@ -79,6 +81,7 @@ def recording(folder: Path) -> Iterator[None]:
                 if count
             },
             "peak_memory": _peak_memory(),
+            "own_times": watch.own_times().value(),
         }
         folder.mkdir(parents=True, exist_ok=True)
         file_of(folder, rank).write_text(json.dumps(value) + "\n")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from fullshard.sharding import OwnTimes, SlowRanksReport, compare_ranks
 
 __all__ = ["Rank", "Run", "RunError", "read_run"]
 
@@ -32,6 +35,7 @@ class Rank:
         step_seconds: seconds from the end of one step to the end of the next.
         events: events of the engine, by kind, each with ``count`` and ``bytes``.
         peak_memory: bytes of tensors on an accelerator, or of the process on the CPU.
+        own_times: own times of its latest steps; None if an earlier version recorded the run.
     """
 
     rank: int
@@ -43,6 +47,7 @@ class Rank:
     step_seconds: tuple[float, ...]
     events: dict[str, dict[str, int]]
     peak_memory: int
+    own_times: OwnTimes | None = None
 
     @property
     def step(self) -> float | None:
@@ -89,6 +94,15 @@ class Run:
         timed = [each for each in self.ranks if each.step is not None]
         return max(timed, key=lambda each: each.step or 0).rank if timed else None
 
+    @cached_property
+    def slow_ranks(self) -> SlowRanksReport | None:
+        """What the own times of the ranks amount to; None without steps that all ranks know."""
+        own = {each.rank: each.own_times for each in self.ranks if each.own_times is not None}
+        if len(own) < 2 or len(own) < len(self.ranks):
+            return None
+        report = compare_ranks(own)
+        return report if report.steps else None
+
     def value(self) -> dict[str, Any]:
         """Return the run as a JSON value."""
         return {
@@ -97,6 +111,7 @@ class Run:
             "steps": max([each.steps for each in self.ranks] + [*self.losses], default=0),
             "step_seconds": self.step,
             "slowest_rank": self.slowest,
+            "slow_ranks": None if self.slow_ranks is None else self.slow_ranks.value(),
             "gathered_bytes": max((r.bytes_of("all_gather") for r in self.ranks), default=0),
             "reduced_bytes": max((r.bytes_of("reduce_scatter") for r in self.ranks), default=0),
             "peak_memory": max((r.peak_memory for r in self.ranks), default=None),
@@ -141,7 +156,8 @@ def read_run(folder: Path) -> Run:
 def _rank(told: dict[str, Any]) -> Rank:
     names = Rank.__dataclass_fields__
     kept = {name: value for name, value in told.items() if name in names}
-    return Rank(**{**kept, "step_seconds": tuple(told["step_seconds"])})
+    own = None if told.get("own_times") is None else OwnTimes.of(told["own_times"])
+    return Rank(**{**kept, "step_seconds": tuple(told["step_seconds"]), "own_times": own})
 
 
 def _losses(path: Path) -> tuple[dict[int, float], dict[int, float]] | None:
