@@ -147,7 +147,12 @@ class FSDPModule(CommSettings, StepSettings, _Original):
         Args:
             slow_ranks: also report which ranks are slow, over the steps that it watched. The call
                 is a collective then: every rank of the job makes it.
+
+        Raises:
+            TypeError: if ``slow_ranks`` is no ``SlowRanks``.
         """
+        if not isinstance(slow_ranks, SlowRanks | None):
+            raise TypeError(f"slow_ranks is {slow_ranks!r}; pass a SlowRanks, or None")
         report = None if slow_ranks is None else slow_ranks.report()
         steps = initialised_state(self).context.steps
         return statistics_of(the_states(self, recurse=True), steps, report)
