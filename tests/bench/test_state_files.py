@@ -26,6 +26,7 @@ def test_all_sides_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.matrix
 def test_a_disk_held_to_a_rate_moves_that_many_bytes_in_a_second(tmp_path: Path) -> None:
     """All threads share the rate: two calls at once take as long as one after the other."""
     program = (

@@ -127,6 +127,7 @@ def wide(model: str = "many:groups=2,width=8", steps: int = 10) -> Job:
     )
 
 
+@pytest.mark.matrix
 def test_rounds_of_wide_worlds_are_made_in_turns() -> None:
     rounds: list[int] = []
     found = run_jobs([wide(), wide()], lambda what, done, of: rounds.append(done if of else 0))

@@ -55,6 +55,7 @@ def test_a_fault_that_no_loss_shows_is_named_and_the_contestant_not_ranked() -> 
     assert (wrong.status, wrong.reason, wrong.is_ranked) == ("wrong", reason, False)
 
 
+@pytest.mark.matrix
 def test_contestants_that_it_cannot_run_are_said_with_the_reason_and_still_measured() -> None:
     impl = ("none", "bench.stand_ins:right", "bench.stand_ins:failing")
     plain, combining, failing = _entries(impl=impl).values()

@@ -159,6 +159,7 @@ def test_the_pods_of_the_job_are_those_that_the_service_names(parts: dict[str, A
     assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
+@pytest.mark.matrix
 def test_the_command_of_a_pod_starts_its_ranks(parts: dict[str, Any], tmp_path: Path) -> None:
     # In the trainer's place: a module that leaves what it was started with.
     (tmp_path / "fullshard_train.py").write_text(

@@ -46,6 +46,7 @@ def test_the_first_choice_that_fits_is_taken_and_shards_as_planned() -> None:
     assert again.peak == less.plan.peak
 
 
+@pytest.mark.matrix
 def test_on_a_device_the_quickest_that_fits_is_taken() -> None:
     slowest_first = _all_on_a_device()
     assert len(slowest_first.tried) == len(CHOICES)

@@ -247,6 +247,7 @@ def test_a_mesh_that_cannot_be_measured_here_is_an_error_that_says_what_to_do() 
         planned("there")
 
 
+@pytest.mark.matrix
 def test_a_rank_that_fails_to_measure_is_named_with_what_it_wrote() -> None:
     job = Job(ranks=1, threads=1, world=1, moves=[Moving("send", 8, Axis(1))])
     with pytest.raises(RuntimeError, match=r"rank 0 of 1.*(?s:.*)KeyError: 'send'"):

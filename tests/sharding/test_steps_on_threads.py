@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, cast
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from fullshard.sharding.groups.param_group import FSDPParamGroup
@@ -51,6 +52,7 @@ def test_the_groups_of_all_models_are_walked_while_another_thread_makes_models()
     assert set(made) <= set(cast("tuple[Any, ...]", all_groups()))
 
 
+@pytest.mark.matrix
 def test_steps_in_progress_are_walked_while_another_thread_begins_steps() -> None:
     param = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([param], lr=0.1)

@@ -27,6 +27,7 @@ def _words(tmp_path: Path) -> list[str]:
     return [*settings(train=train, optim=optim, checkpoint={"every": 10}), "--data", str(text)]
 
 
+@pytest.mark.matrix
 @needs_torchft
 def test_a_run_of_two_groups_that_loses_one_ends_as_a_run_of_one_job(tmp_path: Path) -> None:
     words = _words(tmp_path)

@@ -87,6 +87,7 @@ def test_a_logger_gets_what_the_metrics_file_gets(tmp_path: Path) -> None:
     assert logger.run.config["train"]["steps"] == 4
 
 
+@pytest.mark.matrix
 def test_a_logger_that_raises_is_dropped_and_the_ranks_train_on(
     tmp_path: Path, failing: str
 ) -> None:
