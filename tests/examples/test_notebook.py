@@ -9,6 +9,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from support.members import MEMBERS, ROOT
 
 PATH = ROOT / "examples" / "two_ranks.ipynb"
@@ -38,6 +40,7 @@ def printed() -> list[str]:
     return ran.stdout.split(f"{MARK}\n")[:-1]
 
 
+@pytest.mark.matrix
 def test_each_cell_prints_what_the_notebook_shows_under_it() -> None:
     shown = [
         "".join(line for output in cell["outputs"] for line in output["text"]) for cell in _cells()

@@ -216,6 +216,7 @@ def _run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.matrix
 def test_the_peak_of_a_process_does_not_contain_the_parameters(tmp_path: Path) -> None:
     """96 MiB of parameters, of which 8 stay in memory, and gradients of 96 MiB in memory."""
     folder = tmp_path / "files"

@@ -57,6 +57,7 @@ def test_on_a_device_the_quickest_that_fits_is_taken() -> None:
     assert whole.plan.peak < 80e9
 
 
+@pytest.mark.matrix
 def test_micro_batches_cut_the_batch() -> None:
     one, four = (_fit(2**40, choices=[Choice(micro_batches=each)]).plan.peak for each in (1, 4))
     assert four < one

@@ -217,6 +217,25 @@ def test_a_failed_job_does_not_spoil_the_next_one() -> None:
     assert not any(_is_alive(pid) for pid in before)
 
 
+def _fails_at_first(text: str, folder: Path) -> int:
+    try:
+        (folder / str(dist.get_rank())).touch(exist_ok=False)
+    except FileExistsError:
+        return 2
+    if dist.get_rank() == 0:
+        raise RuntimeError(text)
+    return 1
+
+
+def test_a_first_connection_that_gloo_lost_is_tried_once_more(tmp_path: Path) -> None:
+    lost = "Gloo connectFullMesh failed with [...] Connection closed by peer"
+    assert run_on_ranks(_fails_at_first, 2, lost, tmp_path) == [2, 2]
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(RanksFailed, match="another error"):
+        run_on_ranks(_fails_at_first, 2, "another error", other)
+
+
 def test_a_rank_left_alone_in_a_collective_is_named_with_its_stack_before_the_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -37,6 +37,9 @@ __all__ = [
 
 JOB_TIMEOUT = 60.0  # seconds for one job
 
+# gloo loses a first connection between processes of a busy machine now and then: once more, then
+_LOST_CONNECTION = "Gloo connectFullMesh failed with"
+
 _pools: dict[int, RankPool] = {}
 _paces: list[int] = []  # of the asynchronous device, if the ranks have one; see `ranks_at_pace`
 
@@ -72,10 +75,19 @@ def _dispatch(
     __tracebackhide__ = True
     if _paces:
         fn = functools.wraps(fn)(functools.partial(_at_pace, _paces[-1], fn))
-    if fresh:
-        with RankPool(world_size) as pool:
-            return pool.run(fn, args, kwargs, timeout)
-    return _pool(world_size).run(fn, args, kwargs, timeout)
+
+    def run() -> list[Any]:
+        if fresh:
+            with RankPool(world_size) as pool:
+                return pool.run(fn, args, kwargs, timeout)
+        return _pool(world_size).run(fn, args, kwargs, timeout)
+
+    try:
+        return run()
+    except RanksFailed as failed:
+        if _LOST_CONNECTION not in str(failed):
+            raise
+        return run()
 
 
 @contextmanager

@@ -54,6 +54,7 @@ def _curves(folder: Path) -> dict[str, dict[int, float]]:
     return {kind: losses(records, kind) for kind in ("train", "held_out")}
 
 
+@pytest.mark.matrix
 def test_a_rank_killed_in_mid_step_ends_the_others_and_fewer_ranks_go_on(tmp_path: Path) -> None:
     text, run, alone = tmp_path / "text.txt", tmp_path / "run", tmp_path / "alone"
     text.write_bytes(TEXT)

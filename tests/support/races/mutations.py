@@ -25,7 +25,7 @@ from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.reduce import reduction
 from fullshard.sharding.reduce.reduction import ReductionQueue
-from fullshard.sharding.reduce.strategies import HybridReduce
+from fullshard.sharding.reduce.strategies import TwoReductions
 from support.races.orderings import (
     all_reduce_after_reduction,
     gather_after_current,
@@ -212,7 +212,7 @@ MUTATIONS = [
         ordering=all_reduce_after_reduction,
     ),
     M(
-        HybridReduce,
+        TwoReductions,
         "_launch",
         "earlier.wait().output",
         "earlier.output",

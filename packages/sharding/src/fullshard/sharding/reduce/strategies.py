@@ -37,6 +37,7 @@ __all__ = [
     "Launch",
     "PlainReduce",
     "TwoLevelReduce",
+    "TwoReductions",
 ]
 
 Gradients = list[torch.Tensor | None]
@@ -137,7 +138,7 @@ _Key = tuple[tuple[FSDPParam, ...], torch.dtype]  # which parameters, in which d
 _Follower = Callable[..., AllReduceInFlight]  # of a reduction, and ``partial=`` to add before
 
 
-class _TwoReductions(PlainReduce):
+class TwoReductions(PlainReduce):
     """A second reduction, over the other axis of a mesh, follows each reduce-scatter.
 
     While the second is off, partial results stay in the reduce dtype and in the layout of the first
@@ -221,7 +222,7 @@ class _TwoReductions(PlainReduce):
             self._ended.clear()
 
 
-class HybridReduce(_TwoReductions):
+class HybridReduce(TwoReductions):
     """Shards are replicated (HSDP): each reduced shard is averaged over its replicas."""
 
     def _follower(
@@ -231,7 +232,7 @@ class HybridReduce(_TwoReductions):
         return partial(all_reduce_shards, process_group=self._process_group, scaling=scaling)
 
 
-class TwoLevelReduce(_TwoReductions):
+class TwoLevelReduce(TwoReductions):
     """Shards are cut again over the second axis of the mesh: another reduce-scatter follows."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
