@@ -89,6 +89,7 @@ def test_a_folder_that_is_taken_is_told_by_a_check(
     assert "holds something already" in capsys.readouterr().err
 
 
+@pytest.mark.matrix
 def test_a_run_profiles_its_steps_draws_itself_and_is_sampled_from(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,6 +109,7 @@ def test_a_logger_that_raises_is_dropped_and_the_ranks_train_on(
     ]
 
 
+@pytest.mark.matrix
 def test_a_logger_that_hangs_holds_no_rank(tmp_path: Path, failing: str) -> None:
     text, out, output = tmp_path / "text.txt", tmp_path / "run", tmp_path / "output.txt"
     text.write_bytes(TEXT)

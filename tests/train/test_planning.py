@@ -44,6 +44,7 @@ def _planned(budget: int | None) -> Planned:
     return plan_run(small_task(config), config, ranks=4, device=cpu, budget=budget)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("one_process")
 def test_a_budget_frees_parameters_or_cuts_the_batch_until_a_step_fits() -> None:
     asked = _planned(None)
