@@ -6,6 +6,7 @@ Each function names the private name and the reason; each was seen on torch 2.11
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed._shard.metadata import ShardMetadata
@@ -24,8 +25,10 @@ def process_group_of(tensor: ShardedTensor) -> dist.ProcessGroup:
 
 
 def set_timeout(process_group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let collectives on CPU tensors wait this long for a rank (``_set_pg_timeout``).
+    """Let collectives of a gloo group wait this long for a rank (``_set_pg_timeout``).
 
-    ``new_group`` takes one time-out, for the collectives and for the ranks to connect.
+    ``new_group`` takes one time-out, for the collectives and for the ranks to connect. Since torch
+    2.15 the function is public, as ``set_timeout``.
     """
-    dist.distributed_c10d._set_pg_timeout(timeout, process_group)
+    public: Any = getattr(dist, "set_timeout", None)
+    (public or dist.distributed_c10d._set_pg_timeout)(timeout, process_group)
