@@ -234,6 +234,7 @@ def test_a_mistake_is_told_in_one_line(
     assert said in line
 
 
+@pytest.mark.matrix
 def test_a_contestant_that_failed_is_reported_and_makes_the_exit_code_1(tmp_path: Path) -> None:
     impl = ("--impl", "fullshard", "bench.stand_ins:failing")
     words = ["run", "--mesh", "1", *_SMALL, *impl, "--no-exposed", "--out", f"{tmp_path}/result"]

@@ -264,7 +264,8 @@ def test_a_compiled_forward_and_backward_trains_as_the_unsharded_model(
     _assert_right(program, way, backend, 2)
 
 
-@pytest.mark.parametrize("program", few(["plain", "step"], "plain"))
+@pytest.mark.matrix
+@pytest.mark.parametrize("program", ["plain", "step"])
 @distributed(1)
 def test_so_it_does_in_a_world_of_one(program: str) -> None:
     _assert_right(program, "shared memory", "aot_eager", 1)
