@@ -72,6 +72,40 @@ def test_checksums_are_those_of_the_last_save_and_a_checkpoint_of_torch_has_none
     assert not check_checkpoint(tmp_path / "torchs")
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         check_checkpoint(tmp_path / "none")
+    # storage that only rank 0 has: both ranks raise, and none waits
+    with pytest.raises(FileNotFoundError, match=r"\.metadata is missing on rank 1"):
+        check_checkpoint(tmp_path / ("none" if dist.get_rank() else "ours"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [(".metadata", r"\.metadata is not as it was written"), (".checksums-*", "cannot be read")],
+)
+@distributed(2)
+def test_a_damaged_index_is_an_error_on_every_rank(name: str, said: str, tmp_path: Path) -> None:
+    async_save(_state(), tmp_path).result()
+    (path,) = tmp_path.glob(name)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path.write_bytes(b"{" + path.read_bytes()[1:-1])
+    dist.barrier()
+    with pytest.raises(DamagedCheckpointError, match=said):
+        check_checkpoint(tmp_path)
+
+
+@distributed(2)
+def test_every_bit_of_the_metadata_counts(tmp_path: Path) -> None:
+    async_save(_state(), tmp_path).result()
+    path = tmp_path / ".metadata"
+    whole = path.read_bytes()
+    dist.barrier()
+    for place in range(0, len(whole), len(whole) // 20):
+        if dist.get_rank() == 0:
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        dist.barrier()
+        with pytest.raises(DamagedCheckpointError):
+            check_checkpoint(tmp_path)
+        dist.barrier()
 
 
 def _saves_after_a_rank_has_ended(folder: Path) -> str:

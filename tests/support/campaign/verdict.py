@@ -215,7 +215,7 @@ def _with_small_disk(fault: Fault, folder: Path, path: Path) -> dict[int, Ending
 
 def _flip_a_byte(folder: Path, generator: random.Random) -> None:
     """Change a bit of a byte of a file in the folder."""
-    file = generator.choice(sorted(folder.glob("*.distcp")))
+    file = generator.choice(sorted(folder.iterdir()))
     data = bytearray(file.read_bytes())
     data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
     file.write_bytes(data)

@@ -33,6 +33,8 @@ _T = TypeVar("_T")
 
 _AT_ONCE = 2**24  # bytes
 _NAME = ".checksums-{}.json"
+_METADATA = ".metadata"
+_MISSING = "is missing on rank"
 
 
 class DamagedCheckpointError(RuntimeError):
@@ -62,10 +64,19 @@ def checksum_of(path: Path) -> int:
 
 
 def write_checksums(folder: Path, save_id: str, sums: Sequence[Mapping[str, int]]) -> Path:
-    """Write the checksums of a save, of each rank's files, to the disk; return the file."""
+    """Write the checksums of a save, of each rank's files and of ``.metadata``, to the disk.
+
+    Args:
+        folder: that of ``.metadata``, before it takes its place.
+        save_id: the number of the save.
+        sums: for each rank the checksums of its files.
+
+    Returns:
+        The file.
+    """
     path = folder / _NAME.format(save_id)
     with path.open("w") as file:
-        json.dump(_merged(sums), file)
+        json.dump({**_merged(sums), _METADATA: checksum_of(folder / _METADATA)}, file)
         file.flush()
         os.fsync(file.fileno())
     return path
@@ -95,31 +106,53 @@ def check_checkpoint(
 
     Raises:
         DamagedCheckpointError: on every rank, if a file is missing, or not as it was written.
-        FileNotFoundError: if there is no checkpoint in the folder.
+        FileNotFoundError: on every rank, if one finds no checkpoint in the folder.
     """
     path = Path(folder)
-    if not (path / ".metadata").exists():
-        raise FileNotFoundError(f"{path} has no .metadata, so it is no checkpoint")
     if group is None and dist.is_available() and dist.is_initialized():
         group = own_group("checks of checkpoints")
     meeting = Meeting(group)
-    sums, mine = _checksums(path), dict[str, str]()
+    sums, mine = dict[str, int](), dict[str, str]()
+    if not (path / _METADATA).exists():
+        mine[_METADATA] = f"{_MISSING} {meeting.rank}"
+    else:
+        try:
+            sums = _checksums(path)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            mine["a file of checksums"] = f"cannot be read ({format_error(error)})"
     for name in sorted(sums)[meeting.rank :: meeting.size]:
         if wrong := _compared(path / name, sums[name]):
             mine[name] = wrong
     found = meeting.ask(mine, _merged)
+    if found.get(_METADATA, "").startswith(_MISSING):
+        raise FileNotFoundError(
+            f"{path} is no checkpoint: {_METADATA} {found[_METADATA]}; pass the folder of a "
+            "checkpoint, on storage that all ranks share"
+        )
     if found:
         raise DamagedCheckpointError(path, found)
     return bool(sums)
 
 
 def _checksums(folder: Path) -> dict[str, int]:
-    """Return the checksums by the names of files; empty if the checkpoint has none."""
-    stored = FileSystemReader(folder).read_metadata().storage_data or {}
-    files = {info.relative_path for info in stored.values()}
-    for path in folder.glob(_NAME.format("*")):
-        sums: dict[str, int] = json.loads(path.read_text())
-        if files and files == sums.keys():
+    """Return the checksums of the checkpoint in ``folder``; empty if it has none.
+
+    A save of torch into the folder leaves the checksums of an older save, of other files.
+    """
+    every: list[dict[str, int]] = [
+        json.loads(path.read_text()) for path in folder.glob(_NAME.format("*"))
+    ]
+    own = checksum_of(folder / _METADATA)
+    for sums in every:
+        if sums[_METADATA] == own:
+            return sums
+    try:
+        stored = FileSystemReader(folder).read_metadata().storage_data or {}
+        files = {info.relative_path for info in stored.values()}
+    except Exception:  # what a damaged pickle raises; its checksum says that it is damaged
+        files = set()
+    for sums in every:
+        if not files or files & sums.keys():
             return sums
     return {}
 
