@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from support.campaign.faults import KINDS, Fault, Settings
-from support.campaign.verdict import can_mount, judge
+from support.campaign.verdict import MOUNTED, can_mount, judge
 
-MOUNTED = ("small /dev/shm", "full disk")  # their ranks are started anew, which takes seconds
 OTHERS = [kind for kind in KINDS if kind not in MOUNTED]
 
 
