@@ -104,6 +104,28 @@ def test_checked_steps_train_what_unchecked_ones_train() -> None:
         assert all(torch.equal(a, b) for a, b in zip(trained[0], other, strict=True))
 
 
+@distributed(2)
+def test_an_evaluation_before_a_checked_step_is_no_fault() -> None:
+    """It leaves the root's full parameters in its modules."""
+    model, optimizer = _model(cpu_mesh())
+    checks = IntegrityChecks(model, optimizer, IntegrityPolicy(every=1))
+    for step in range(3):
+        with torch.no_grad():
+            model(torch.ones(3, 4))
+        checks.begin()
+        model(torch.full((3, 4), float(step))).square().mean().backward()
+        checks.before_update()
+        optimizer.step()
+        optimizer.zero_grad()
+        checks.end()
+    with torch.no_grad():
+        model(torch.ones(3, 4))
+        local_shard(optimizer.param_groups[0]["params"][-1]).mul_(2)
+    with pytest.raises(DamagedNumbersError, match=r"2\.bias"):
+        checks.begin()
+        checks.before_update()
+
+
 class _CountedGather(DefaultAllGather):
     calls = 0
 

@@ -183,6 +183,12 @@ def _whole(net: Net) -> Net:
     return net
 
 
+def _in_canonical_order(net: Net) -> Net:
+    sharded(net)
+    cast("FSDPModule", net).set_canonical_order()
+    return net
+
+
 SHARDINGS: dict[str, Callable[[Net], Net]] = {
     "bf16": lambda net: sharded(
         net, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), **OFFLOAD
@@ -190,6 +196,7 @@ SHARDINGS: dict[str, Callable[[Net], Net]] = {
     "kept after forward": lambda net: sharded(net, reshard_after_forward=False, **OFFLOAD),
     "replicas": lambda net: sharded(net, mesh=cpu_mesh((2, 1), ("replicate", "shard")), **OFFLOAD),
     "one group": _whole,
+    "canonical order": _in_canonical_order,
     "not sharded": lambda net: net,
 }
 

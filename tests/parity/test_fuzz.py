@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 
+from support.fuzz.around import draw_around
 from support.fuzz.case import draw
 from support.fuzz.run import run_case
 from support.products import few
@@ -16,7 +17,8 @@ from support.ranks import RanksFailed, run_on_ranks
 
 ALWAYS = (0, 17, 18, 20, 22, 40, 5179)  # on several ranks; they draw every feature twice
 # 5179: two modules of one group, both checkpointed, in canonical order
-MATRIX = (*range(44), 5179)
+MATRIX = (*range(60), 5179)
+ALWAYS_AROUND = (13, 39, 54)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -24,7 +26,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
         asked = metafunc.config.getoption("--seeds")
         seeds = MATRIX if asked is None else _range(asked)
-        values = few(seeds, *ALWAYS) if asked is None else seeds
+        around = metafunc.function is test_so_does_a_run_with_other_features_around_it
+        always = ALWAYS_AROUND if around else ALWAYS
+        values = few(seeds, *always) if asked is None else seeds
         metafunc.parametrize("seed", values, ids=[f"seed{seed}" for seed in seeds])
 
 
@@ -33,14 +37,25 @@ def _range(text: str) -> range:
     return range(int(start), int(end) if colon else int(start) + 1)
 
 
-def test_a_run_drawn_at_random_equals_the_unsharded_model(seed: int) -> None:
+def _run(seed: int, *, around: bool = False) -> None:
     case = draw(seed)
     try:
-        run_on_ranks(run_case, case.world_size, seed)
+        run_on_ranks(run_case, case.world_size, seed, around)
     except RanksFailed as failed:
+        features = draw_around(case) if around else ""
         raise AssertionError(
-            f"seed {seed} fails; run it again by `nox -s fuzz -- --seeds {seed}`\n{case}\n{failed}"
+            f"seed {seed} fails; run it again by `nox -s fuzz -- --seeds {seed}`\n"
+            f"{case}\n{features}\n{failed}"
         ) from None
+
+
+def test_a_run_drawn_at_random_equals_the_unsharded_model(seed: int) -> None:
+    _run(seed)
+
+
+def test_so_does_a_run_with_other_features_around_it(seed: int) -> None:
+    """Placements, offload, wrapped optimizers, checks, and what programs do between steps."""
+    _run(seed, around=True)
 
 
 def test_the_fixed_seeds_draw_every_feature_at_least_twice() -> None:

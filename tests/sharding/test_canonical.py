@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import EventKind, EventLog, observe
-from fullshard.sharding import FSDPModule, fully_shard
+from fullshard.sharding import FSDPModule, ShardingPlacements, fully_shard
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.hooks.lookup import the_state
 from fullshard.sharding.hooks.static_schedule import Event, Step, backward_steps, forward_steps
@@ -379,6 +379,20 @@ def test_a_smaller_world_is_refused() -> None:
     assert isinstance(net, FSDPModule)
     with pytest.raises(ValueError, match=r"extra.*post-forward mesh"):
         net.set_canonical_order()
+
+
+@distributed(2)
+def test_full_parameters_that_are_kept_within_a_step_are_refused() -> None:
+    net = Net()
+    fully_shard(net.extra, placements=ShardingPlacements.zero(1))
+    fully_shard(net, placements=ShardingPlacements.zero(3))
+    assert isinstance(net, FSDPModule)
+    with pytest.raises(ValueError, match=r"placements of extra keep.*without compute=\(\)"):
+        net.set_canonical_order()
+    net.set_placements(ShardingPlacements(gradients=()))
+    net.set_canonical_order()
+    with pytest.raises(ValueError, match=r"compute=\(\).*set_canonical_order\(False\)"):
+        net.set_placements(ShardingPlacements.zero(2))
 
 
 class _Module:

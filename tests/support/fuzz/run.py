@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.policies import DepthPrefetch
 from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard
+from support.fuzz.around import NOTHING, Around, draw_around
 from support.fuzz.case import Checkpointing, FuzzCase, NodeCase, StepCase, draw
 from support.parity.compare import Tolerance, assert_equal, full
 from support.ranks import cpu_mesh
@@ -97,13 +98,15 @@ def _call(case: NodeCase, module: nn.Module, x: torch.Tensor, skips: int) -> tor
     return out
 
 
-def _shard(case: FuzzCase) -> Root:
+def _shard(case: FuzzCase, around: Around) -> Root:
     model = Root(case)
     mesh = cpu_mesh((2, 2), ("replicate", "shard")) if case.hybrid else cpu_mesh()
     options: dict[str, Any] = {
         "mesh": mesh,
         "prefetch_policy": DepthPrefetch(backward=case.prefetch),
+        **around.options(),
     }
+    placed = bool(around.case.placements)  # which an int would contradict
 
     def walk(node: Node) -> None:
         for each, part in zip(node.cases, node.parts, strict=True):
@@ -112,7 +115,7 @@ def _shard(case: FuzzCase) -> Root:
             if each.sharded:
                 fully_shard(
                     part,
-                    reshard_after_forward=each.reshard,
+                    reshard_after_forward=True if placed and each.reshard == 2 else each.reshard,
                     shard_placement_fn=_placement(each.dim),
                     **options,
                 )
@@ -141,7 +144,9 @@ def _loss(model: Root, inputs: tuple[torch.Tensor, int]) -> torch.Tensor:
     return out.square().mean()
 
 
-def _sharded_step(model: Any, case: FuzzCase, step: int) -> None:
+def _sharded_step(
+    model: Any, case: FuzzCase, step: int, around: Around, optimizer: torch.optim.Optimizer
+) -> None:
     plan, rank = case.steps[step], dist.get_rank()
     if plan.by_count:
         for module in model.modules():
@@ -152,12 +157,14 @@ def _sharded_step(model: Any, case: FuzzCase, step: int) -> None:
         losses = [_loss(model, _inputs(case, rank, step, micro)) for micro in micros]
     for micro in micros:
         model.set_requires_gradient_sync(plan.synchronise[micro])
-        if case.hybrid and plan.synchronise[micro]:
+        if case.hybrid and not around.case.placements and plan.synchronise[micro]:
             model.set_requires_all_reduce(plan.all_reduce[micro])
         model.set_is_last_backward(plan.waits[micro])
         ready = plan.forwards_first
         loss = losses[micro] if ready else _loss(model, _inputs(case, rank, step, micro))
-        loss.backward()
+        last = micro == micros[-1]
+        with around.last_backward(optimizer, clipped=not last or plan.max_norm is not None):
+            loss.backward()
 
 
 def _reference_step(model: Root, case: FuzzCase, step: int) -> None:
@@ -171,10 +178,14 @@ def _pairs(sharded: Root, plain: Root) -> Iterator[tuple[str, nn.Parameter, nn.P
         yield name, mine, theirs
 
 
-def _compare(sharded: Root, plain: Root, tolerance: Tolerance, what: str) -> None:
+def _compare(
+    sharded: Root, plain: Root, tolerance: Tolerance, what: str, *, stepped: bool = False
+) -> None:
     pairs = list(_pairs(sharded, plain))
     got = {n: None if a.grad is None else full(a.grad) for n, a, _ in pairs}
     assert_equal(got, {n: b.grad for n, _, b in pairs}, tolerance, f"gradients, {what}")
+    if stepped:  # some parameters are, and others are not yet
+        return
     got = {n: full(a) for n, a, _ in pairs}
     assert_equal(got, {n: b.detach() for n, _, b in pairs}, tolerance, f"parameters, {what}")
 
@@ -195,22 +206,38 @@ def _clip(model: Any, plain: Root, plan: StepCase) -> None:
     assert abs(float(norm) - float(wanted)) <= allowed, f"norm {norm} is not {wanted}"
 
 
-def run_case(seed: int) -> None:
-    """Trains sharded and unsharded, and raises where they differ."""
+def run_case(seed: int, around: bool = False) -> None:
+    """Trains sharded and unsharded, and raises where they differ.
+
+    Args:
+        seed: of the run.
+        around: whether other features are drawn to be around it.
+    """
     case = draw(seed)
-    sharded, plain = _shard(case), Root(case)
-    optimizers = [_optimizer(sharded, case), _optimizer(plain, case)]
+    drawn = draw_around(case) if around else NOTHING
+    features = Around(drawn, case)
+    with features.run():
+        _run(case, features)
+
+
+def _run(case: FuzzCase, around: Around) -> None:
+    sharded, plain = _shard(case, around), Root(case)
+    optimizers = [around.wrap(_optimizer(sharded, case), sharded), _optimizer(plain, case)]
     for step, plan in enumerate(case.steps):
         tolerance = Tolerance(units=256 * (step + 1))
+        around.before(step, sharded, plain, optimizers)
         if plan.evaluates:
             inputs = _inputs(case, dist.get_rank(), step, 7)
             with torch.no_grad():
                 torch.testing.assert_close(_loss(sharded, inputs), _loss(plain, inputs))
-        _sharded_step(sharded, case, step)
-        _reference_step(plain, case, step)
-        _compare(sharded, plain, tolerance, f"step {step}")
-        _clip(sharded, plain, plan)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        with around.step() as before_update:
+            _sharded_step(sharded, case, step, around, optimizers[0])
+            _reference_step(plain, case, step)
+            stepped = around.case.optimizer == "overlapped"
+            _compare(sharded, plain, tolerance, f"step {step}", stepped=stepped)
+            _clip(sharded, plain, plan)
+            before_update()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
         _compare(sharded, plain, tolerance, f"after step {step}")

@@ -35,6 +35,7 @@ from fullshard.sharding import clip_grad_norm_, grad_norm, rebind_optimizer
 from fullshard.sharding.spi import (
     Comparison,
     early_gradients,
+    sharded_of,
     steps_on_plain,
     untraced,
 )
@@ -302,7 +303,8 @@ class OverlappedStep(WrappingOptimizer):
         self._in_flight = None
         if begun.scale is not None:
             mine = {param for group in self.param_groups for param in group["params"]}
-            others = (param for param in self._model.parameters() if param not in mine)
+            params = map(sharded_of, self._model.parameters())
+            others = (param for param in params if param not in mine)
             scale_gradients(others, begun.scale)
             self.total_norm = grad_norm(self._model).cpu() / begun.scale
         return loss

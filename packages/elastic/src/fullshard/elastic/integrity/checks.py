@@ -25,7 +25,7 @@ from fullshard.elastic.integrity.checksums import checksums
 from fullshard.elastic.integrity.collectives import CheckedAllGather, CheckedReduceScatter, Parts
 from fullshard.elastic.integrity.findings import Finding, Findings
 from fullshard.sharding import FSDPModule, FSDPParamGroup, HSDPMeshInfo
-from fullshard.sharding.spi import groups_of, local_shard
+from fullshard.sharding.spi import groups_of, local_shard, sharded_of
 
 __all__ = ["IntegrityChecks", "IntegrityPolicy"]
 
@@ -233,7 +233,8 @@ class IntegrityChecks:
 
     def _at_rest(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield the stage, the parameter and this rank's part of all that a step changes."""
-        for name, param in self._model.named_parameters():
+        for name, registered in self._model.named_parameters():
+            param = sharded_of(registered)  # a forward may have left full parameters
             yield "shard", name, _own(param)
             for value in self._optimizer.state.get(param, {}).values():
                 if isinstance(value, torch.Tensor):

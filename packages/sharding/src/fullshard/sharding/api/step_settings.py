@@ -152,13 +152,21 @@ class StepSettings:
 
         Raises:
             TypeError: if ``placements`` is no ``ShardingPlacements``, or ``recurse`` not a bool.
-            ValueError: if the new placements cut parameters otherwise than the present ones.
+            ValueError: if the new placements cut parameters otherwise than the present ones, or
+                keep full parameters, which the canonical order does not allow.
             RuntimeError: in the middle of a forward or backward.
         """
         require_bool("recurse", recurse)
         states = the_states(self, recurse)
         the_state(self).context.require_quiet("set_placements")
         placed = [placed_anew(state.mesh_info, placements) for state in states]
+        for state, each in zip(states, placed, strict=True):
+            if each.keeps_full and not state.context.schedule.keeps:
+                raise ValueError(
+                    f"{placements!r} keep full parameters within a step, which a rank that skips "
+                    "a group in the canonical order does not have; pass placements without "
+                    "compute=(), or call set_canonical_order(False) before"
+                )
         for state, each in zip(states, placed, strict=True):
             for group in state.own_groups:
                 group.gathering.keep_full(each.keeps_full)

@@ -64,6 +64,7 @@ class StaticSchedule(Schedule):
 
     def __init__(self, events: Sequence[Event], slack: int) -> None:
         """Take the order from ``events``: those of the modules under a root."""
+        super().__init__()
         self._states = [event.state for event in events if event.ends]
         self._forward = forward_steps(events)
         self._backward = backward_steps(events, slack)
