@@ -16,12 +16,13 @@ from torch.distributed.tensor import DTensor
 from fullshard.elastic import ElasticOptions, Lighthouse, ReplicaGroupError, ReplicaGroups
 from fullshard.elastic.links import Links
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import ShardingPlacements, fully_shard
+from fullshard.sharding import ShardingPlacements, SlowRanks, fully_shard
 from fullshard.sharding.spi import local_shard
 from fullshard.wire import WirePolicy
-from support.elastic.in_world import replica_groups
+from support.elastic.in_world import InWorld, replica_groups
 from support.elastic.model import Net, loss_of, make_model, make_optimizer
 from support.ranks import distributed, run_on_ranks
+from support.slow_ranks import Clock
 
 # Out of the default run until many runs on a loaded machine have passed: a step that one rank drops
 # alone parts these programs. test_links.py shows what once made one drop.
@@ -283,6 +284,39 @@ def test_numbers_of_all_groups_are_added_and_the_first_ones_decide() -> None:
 
 
 # -- errors ---------------------------------------------------------------------------------------
+
+
+@distributed(2)
+def test_waits_for_other_ranks_and_groups_are_not_own_time() -> None:
+    clock, quorum, agree = Clock(), InWorld.quorum, InWorld.agree
+
+    def late(call: Any) -> Any:
+        def waits(*args: Any) -> Any:
+            clock.pass_ms(50)
+            return call(*args)
+
+        return waits
+
+    with replica_groups([2]) as (groups, mesh, _):
+        model = sharded(groups, mesh, seed=0)
+        optimizer = make_optimizer(model)
+        groups.carry(model, optimizer)
+        with (
+            patch.object(InWorld, "quorum", late(quorum)),
+            patch.object(InWorld, "agree", late(agree)),
+            SlowRanks(clock=clock) as watch,
+        ):
+            for _ in range(3):
+                step = groups.begin()
+                loss_of(model, step.batch, dist.get_rank(), 2).backward()
+                clock.pass_ms(7)
+                groups.sum(torch.ones(1))
+                assert groups.commit()
+                optimizer.step()
+        steps = watch.own_times().steps
+    # a quorum for each step, a vote for each, and a vote on the connections
+    assert sum(step.waits["replica groups"] for step in steps) == pytest.approx(7 * 0.05)
+    assert [sum(step.own.values()) for step in steps] == pytest.approx([0.007] * 3)
 
 
 @distributed(2)

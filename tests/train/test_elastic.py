@@ -24,7 +24,8 @@ def _words(tmp_path: Path) -> list[str]:
     text.write_bytes(TEXT)
     optim = {"epsilon": EPSILON, "clip_norm": 0.5}
     train = {"steps": 40, "accumulate": 1, "evaluate_every": 20}
-    return [*settings(train=train, optim=optim, checkpoint={"every": 10}), "--data", str(text)]
+    changed = settings(train=train, optim=optim, checkpoint={"every": 10}, run={"slow_ranks": 5})
+    return [*changed, "--data", str(text)]
 
 
 @pytest.mark.matrix
@@ -59,6 +60,8 @@ def test_a_run_of_two_groups_that_loses_one_ends_as_a_run_of_one_job(tmp_path: P
             losses(expected, kind), rel=TOLERANCE["rtol"], abs=TOLERANCE["atol"]
         )
     assert losses(read_metrics(metrics))[40] == losses(found)[40]
+    compared = [each for each in read_metrics(metrics) if each["kind"] == "ranks"]
+    assert compared and all(each["step_ms"] > 0 for each in compared)  # of two ranks, in group b
     assert "b joins from a" in told["a"]
 
 

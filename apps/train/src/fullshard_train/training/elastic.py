@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm import waiting
 from fullshard.elastic import ElasticStep, ReplicaGroups
 from fullshard_train.errors import TrainError
 from fullshard_train.ranks.distributed import Share, World, sum_over_ranks
@@ -69,9 +70,10 @@ class ElasticTrainer(Trainer):
             loss = self._groups.sum(loss)
             parameters = list(self.model.parameters())
             gradients = [each.grad for each in parameters if each.grad is not None]
-            norm = nn.utils.get_total_norm(gradients)
-            if isinstance(norm, DTensor):
-                norm = norm.full_tensor()
+            with waiting("gradient norm"):
+                norm = nn.utils.get_total_norm(gradients)
+                if isinstance(norm, DTensor):
+                    norm = norm.full_tensor()
             norm = self._groups.from_first(norm)
             if self._groups.commit():
                 rate = self._set_rate()  # a state that was received brought an earlier one

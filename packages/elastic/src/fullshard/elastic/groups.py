@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from fullshard.comm import waiting
 from fullshard.elastic.coordinator import TorchftCoordinator
 from fullshard.elastic.errors import ReplicaGroupError
 from fullshard.elastic.exchanger import Exchanger
@@ -40,6 +41,7 @@ from fullshard.sharding.spi import groups_of
 __all__ = ["ElasticStep", "ReplicaGroups"]
 
 _log = logging.getLogger("fullshard.elastic")
+_WAIT = "replica groups"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,19 +178,8 @@ class ReplicaGroups:
                 have different models, or the step before was not ended.
         """
         state = self._ready()
-        while True:
-            quorum = self._coordinator.quorum(self._steps, self._dropped)
-            links = self._links
-            if links is not None and links.roster.number == quorum.number and not self._dropped:
-                break
-            self._close_links()
-            error = self._connect(quorum, state)
-            if self._coordinator.agree(self._steps, not error):
-                break
-            self._close_links()  # at once: a group that is connected must not wait for messages
-            self._count_dropped(error or "another rank of this group could not connect")
-        links = self._links
-        assert links is not None, "connected"
+        with waiting(_WAIT):
+            links = self._connected(state)
         roster = links.roster
         self._take_position(roster)
         self._exchanger.open(links)
@@ -213,6 +204,21 @@ class ReplicaGroups:
                 f"begin() came twice for step {self._steps}; call commit() after each backward"
             )
         return self._state
+
+    def _connected(self, state: ReplicaState) -> Links:
+        """Return the connections to the groups of the next quorum that all ranks can connect to."""
+        while True:
+            quorum = self._coordinator.quorum(self._steps, self._dropped)
+            links = self._links
+            if links is not None and links.roster.number == quorum.number and not self._dropped:
+                return links
+            self._close_links()
+            error = self._connect(quorum, state)
+            if self._coordinator.agree(self._steps, not error):
+                assert self._links is not None, "connected"
+                return self._links
+            self._close_links()  # at once: a group that is connected must not wait for messages
+            self._count_dropped(error or "another rank of this group could not connect")
 
     def _connect(self, quorum: Quorum, state: ReplicaState) -> str:
         """Connect to the groups of a new quorum; return what went wrong, or an empty string.
@@ -278,7 +284,8 @@ class ReplicaGroups:
     def _from_contributors(self, call: str, values: torch.Tensor) -> list[torch.Tensor]:
         if self._step is None:
             raise ReplicaGroupError(f"{call}() was called outside of a step; call begin() first")
-        return self._exchanger.from_contributors(values)
+        with waiting(_WAIT):
+            return self._exchanger.from_contributors(values)
 
     def commit(self) -> bool:
         """Return whether to step the optimizer; call it after backward, on all ranks of the group.
@@ -294,10 +301,12 @@ class ReplicaGroups:
         if step is None or links is None:
             raise ReplicaGroupError("commit() was called outside of a step; call begin() first")
         self._step = None
-        received = self._received()
-        ok = self._exchanger.vote() and len(step.contributors) >= self._options.min_groups
-        self._exchanger.end()
-        if not self._coordinator.agree(self._steps, ok):
+        with waiting(_WAIT):
+            received = self._received()
+            ok = self._exchanger.vote() and len(step.contributors) >= self._options.min_groups
+            self._exchanger.end()
+            agreed = self._coordinator.agree(self._steps, ok)
+        if not agreed:
             self._count_dropped(self._exchanger.error or "a rank or another group voted against it")
             return False
         if received is not None:
