@@ -19,7 +19,8 @@ from fullshard.elastic import DamagedNumbersError, IntegrityChecks, IntegrityPol
 from fullshard.elastic.integrity.checksums import checksum, checksums
 from fullshard.sharding import ShardingPlacements, fully_shard
 from fullshard.sharding.spi import local_shard
-from support.elastic.faults import STAGES, run_campaign
+from support.elastic import faults
+from support.elastic.faults import STAGES, DamagedReduceScatter, run_campaign
 from support.ranks import cpu_mesh, distributed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64]
@@ -227,6 +228,23 @@ def test_a_loss_out_of_range_on_one_rank_stops_all_before_the_optimizer(
         return
     with pytest.raises(DamagedNumbersError, match="range of the loss, rank 1"):
         checks.before_update(loss=mine, norm=1.0)
+
+
+@distributed(2)
+def test_the_error_says_what_was_compared() -> None:
+    model, optimizer = _model(cpu_mesh())
+    checks = IntegrityChecks(model, optimizer, IntegrityPolicy(every=1))
+    checks.reduce_scatter = DamagedReduceScatter
+    for stage, text in {
+        "sums of gradients": "sum of 0.weight, rank 1: a second addition gave other bits",
+        "packed gradients": "reduction of 0.weight, rank .* has is not what rank 1 sent",
+    }.items():
+        faults.FAULT.__init__(stage, 1, "0.weight", 0)  # type: ignore[misc]  # a new fault
+        checks.begin()
+        model(torch.ones(3, 4)).sum().backward()
+        with pytest.raises(DamagedNumbersError, match=text):
+            checks.before_update()
+    faults.FAULT.__init__()  # type: ignore[misc]  # no fault
 
 
 @distributed(2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -132,8 +132,9 @@ class IntegrityChecks:
             self._compare_resting(resting)
         self._put_back()  # if a step ended in an error, without before_update()
         if self._policy.collectives and self.is_due:
+            known = {param: name for name, param in self._model.named_parameters()}
             for group in self._groups():
-                self._replace(group)
+                self._replace(group, known)
 
     def before_update(
         self, *, loss: torch.Tensor | float | None = None, norm: torch.Tensor | float | None = None
@@ -211,10 +212,11 @@ class IntegrityChecks:
     def _groups(self) -> list[FSDPParamGroup]:
         return [group for module in self._sharded for group in groups_of(module)]
 
-    def _replace(self, group: FSDPParamGroup) -> None:
+    def _replace(self, group: FSDPParamGroup, known: Mapping[nn.Parameter, str]) -> None:
         """Let checked collectives move what a group gathers and reduces."""
         ranks = group.mesh_info.shard_world_size
-        names = [param.name for param in group.params]
+        # before the first forward, a group does not know the full names
+        names = [known.get(param.sharded, param.name) for param in group.params]
         gathered = [rank_major(tuple([param.sent for param in group.params]), ranks)]
         reduced = rank_major(tuple([p.grad_spec for p in group.params]), ranks, len(names))
         self._replaced.append((group, group.gathering.config.comm, group.gradients.settings.comm))

@@ -80,6 +80,9 @@ class _Checked:
         self, stage: str, sent: torch.Tensor, piece: torch.Tensor, sender: int, receiver: int
     ) -> None:
         """Compare checksums ``sent`` by a rank with those of the ``piece`` that arrived."""
+        what = f"what rank {receiver} has is not what rank {sender} sent"
+        if stage == "sum":
+            what = "a second addition gave other bits"
         self._findings.comparisons += 1
         different = (self._sums(piece) != sent).any(1).nonzero().flatten().tolist()
         known = _parts_for(self._known, piece.numel())
@@ -90,7 +93,7 @@ class _Checked:
                     stage=stage,
                     ranks=tuple(dict.fromkeys((sender, receiver))),
                     tensor=tensor,
-                    what=f"what rank {receiver} has is not what rank {sender} sent",
+                    what=what,
                 )
             )
 
