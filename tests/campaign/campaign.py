@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from support.campaign.faults import KINDS, Fault
 from support.campaign.verdict import Verdict, judge
@@ -19,10 +19,16 @@ from support.campaign.verdict import Verdict, judge
 __all__ = ["campaign", "main"]
 
 
-def campaign(seeds: Iterable[int], kind: str = "", *, seconds: float = 20.0) -> list[Verdict]:
-    """Run the faults of these numbers; print what went wrong, and a table at the end."""
+def campaign(
+    seeds: Iterable[int], kinds: Sequence[str] = (), *, seconds: float = 20.0
+) -> list[Verdict]:
+    """Run the faults of these numbers, of ``kinds`` in turn if given.
+
+    Print what went wrong, and a table at the end.
+    """
     verdicts = []
     for seed in seeds:
+        kind = kinds[seed % len(kinds)] if kinds else ""
         verdict = judge(Fault.drawn(seed, kind=kind, seconds=seconds))
         verdicts.append(verdict)
         print(f"{verdict.fault}: {verdict.ended}, {verdict.seconds:.1f} s", flush=True)
@@ -31,7 +37,7 @@ def campaign(seeds: Iterable[int], kind: str = "", *, seconds: float = 20.0) -> 
     ended = Counter((each.fault.kind, each.ended) for each in verdicts)
     faulty = Counter(each.fault.kind for each in verdicts if each.wrong)
     print(f"\n{'kind':24}{'right numbers':>14}{'errors':>8}{'wrong':>7}")
-    for name in KINDS:
+    for name in dict.fromkeys(each.fault.kind for each in verdicts):
         right, errors = ended[name, "the right numbers"], ended[name, "errors"]
         print(f"{name:24}{right:14}{errors:8}{faulty[name]:7}")
     slowest = max(verdicts, key=lambda each: each.seconds)
@@ -43,11 +49,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=100, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the number of the first one")
-    parser.add_argument("--kind", choices=KINDS, default="", help="of one kind only")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--kind", choices=KINDS, dest="kinds", nargs=1, help="of one kind only")
+    kinds.add_argument(
+        "--all",
+        dest="kinds",
+        action="store_const",
+        const=list(KINDS),
+        help="of all kinds in turn, also of those that a number alone does not draw",
+    )
     parser.add_argument("--pause", type=float, default=20.0, help="seconds a rank is stopped for")
     given = parser.parse_args()
     seeds = range(given.first, given.first + given.faults)
-    return int(any(each.wrong for each in campaign(seeds, given.kind, seconds=given.pause)))
+    return int(any(each.wrong for each in campaign(seeds, given.kinds or (), seconds=given.pause)))
 
 
 if __name__ == "__main__":

@@ -7,15 +7,17 @@ from dataclasses import replace
 import pytest
 
 from support.campaign.faults import KINDS, Fault, Settings
-from support.campaign.verdict import MOUNTED, can_mount, judge
+from support.campaign.verdict import MOUNTED, judge, lacking
 
-OTHERS = [kind for kind in KINDS if kind not in MOUNTED]
+LONG = (*MOUNTED, "lost replica group")
+OTHERS = [kind for kind in KINDS if kind not in LONG]
 
 
 def _judge(seed: int, kind: str) -> None:
     fault = Fault.drawn(seed, kind=kind, seconds=1.0, worlds=2)
     # few settings: each needs a run without a fault, too
-    settings = Settings(shared_memory=seed % 2 == 0, checked=fault.settings.checked)
+    checked, hosts = fault.settings.checked, fault.settings.hosts
+    settings = Settings(shared_memory=seed % 2 == 0, checked=checked, hosts=hosts)
     # other tests keep the machine busy; and without descriptors for a first save, ranks wait long
     step = max(fault.step, 2) if kind == "open files" else fault.step
     fault = replace(fault, settings=settings, busy=0, step=step)
@@ -28,10 +30,10 @@ def test_a_fault_ends_in_the_right_numbers_or_in_a_clear_error_on_each_rank(seed
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kind", MOUNTED)
-def test_so_it_does_on_a_small_disk(kind: str) -> None:
-    if not can_mount():
-        pytest.skip("a small disk needs root")
+@pytest.mark.parametrize("kind", LONG)
+def test_so_it_does_on_a_small_disk_and_in_replica_groups(kind: str) -> None:
+    if lacking(kind):
+        pytest.skip(lacking(kind))
     _judge(0, kind)
 
 

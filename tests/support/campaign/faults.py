@@ -1,6 +1,6 @@
 """The faults of a campaign: what happens, on which rank, at which place of which step.
 
-A fault is drawn from a seed, so that it can be repeated by its number alone.
+A fault is drawn from a seed, so that it can be repeated by its number and the name of its kind.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-__all__ = ["KINDS", "PLACES", "SAVED_AT", "STEPS", "Fault", "Kind", "Settings"]
+from support.elastic.faults import STAGES
+
+__all__ = ["KINDS", "PLACES", "SAVED_AT", "SAVING", "SLOW_IN", "STEPS", "Fault", "Kind", "Settings"]
 
 STEPS = 6
 SAVED_AT = (1, 3)
@@ -35,6 +37,22 @@ PLACES = (
 )
 """Places of a step at which a rank may be struck, all of them in a user's code or in a save."""
 
+COPIED = (*PLACES[: -len(SAVING)], "state dict", "copy", "send")
+"""Places that each step passes of a job that keeps each step in the memory of the next host."""
+
+SLOW_IN = {
+    "batch": "input",
+    "forward pre-hook": "forward",
+    "forward hook": "forward",
+    "loss": "forward",
+    "tensor hook": "backward",
+    "gradient hook": "backward",
+    "clip": "optimizer",
+    "optimizer pre-hook": "optimizer",
+    "optimizer post-hook": "optimizer",
+}
+"""Places at which a rank may be slow, and the phase that ``SlowRanks`` has to name."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -44,12 +62,15 @@ class Kind:
         ends: whether the job has to end in an error on each rank; None: it may, or go on as if
             nothing had happened.
         places: where it strikes.
-        weight: how often it is drawn.
+        weight: how often it is drawn; 0: only if its name is given, so that the numbers of older
+            faults stay.
+        steps: the first step that it may strike in, and the one after the last.
     """
 
     ends: bool | None
     places: tuple[str, ...] = PLACES
     weight: int = 1
+    steps: tuple[int, int] = (1, STEPS - 1)
 
 
 KINDS = {
@@ -63,9 +84,20 @@ KINDS = {
     "open files": Kind(ends=None, weight=2),
     "full disk": Kind(ends=None, places=("batch",)),
     "small /dev/shm": Kind(ends=False, places=("batch",)),
-    "damaged shard": Kind(ends=True, places=("batch",)),
+    "damaged shard": Kind(ends=True, places=("shards at rest",)),
     "corrupted checkpoint": Kind(ends=True, places=("batch",)),
     "two jobs": Kind(ends=None, places=("batch",)),
+    "damaged gradient": Kind(
+        ends=True, places=tuple(each for each in STAGES if "gradients" in each), weight=0
+    ),
+    "damaged optimizer state": Kind(ends=True, places=("optimizer state at rest",), weight=0),
+    # from the third step on there is a step that is whole in memory
+    "lost host": Kind(ends=True, places=COPIED, weight=0, steps=(2, STEPS - 1)),
+    "two neighbours lost": Kind(ends=True, places=COPIED, weight=0, steps=(2, STEPS - 1)),
+    "slow rank": Kind(ends=False, places=tuple(SLOW_IN), weight=0, steps=(1, 3)),
+    "lost replica group": Kind(
+        ends=False, places=("begin", "forward", "backward", "commit", "step"), weight=0
+    ),
 }
 
 
@@ -80,6 +112,8 @@ class Settings:
         micro_batches: in a step.
         checkpointed: whether blocks compute their activations again in backward.
         checked: whether each step is checked for damaged numbers.
+        hosts: the host of each rank, if the job keeps its steps in the memory of hosts.
+        steps: after how many it saves, and ends.
     """
 
     ranks: int = 2
@@ -88,6 +122,8 @@ class Settings:
     micro_batches: int = 1
     checkpointed: bool = False
     checked: bool = False
+    hosts: tuple[int, ...] = ()
+    steps: int = STEPS
 
 
 @dataclass(frozen=True)
@@ -134,18 +170,26 @@ class Fault:
             bfloat16=generator.random() < 0.3,
             micro_batches=generator.choice((1, 1, 2)),
             checkpointed=generator.random() < 0.3,
-            checked=kind == "damaged shard",
+            checked=kind.startswith("damaged"),
         )
+        if kind in ("lost host", "two neighbours lost"):
+            settings = replace(settings, hosts=tuple(range(settings.ranks)))
         return cls(
             seed=seed,
             kind=kind,
             place=generator.choice(KINDS[kind].places),
-            step=generator.randrange(1, STEPS - 1),
+            step=generator.randrange(*KINDS[kind].steps),
             victim=generator.randrange(settings.ranks),
             busy=3 if generator.random() < 0.25 else 0,
             seconds=seconds,
             settings=settings,
         )
+
+    @property
+    def tensor(self) -> str:
+        """The parameter that is damaged, of which each rank has a part."""
+        block, linear = 1 + self.seed % 3, ("first", "second")[self.seed % 2]
+        return f"{block}.{linear}.{('weight', 'bias')[self.seed // 6 % 2]}"
 
     def none(self) -> Fault:
         """Return the same job without the fault."""

@@ -26,18 +26,36 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.checkpoint import PendingSave, SaveError, async_save, check_checkpoint
+from fullshard.checkpoint import (
+    MemoryCheckpoints,
+    PendingSave,
+    SaveError,
+    async_save,
+    check_checkpoint,
+)
+from fullshard.checkpoint.memory import sending
+from fullshard.checkpoint.memory.contents import Contents
 from fullshard.checkpoint.saving import writing
 from fullshard.comm import set_shared_memory
 from fullshard.elastic import IntegrityChecks, IntegrityPolicy
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import clip_grad_norm_, fully_shard
+from fullshard.sharding import SlowRanks, clip_grad_norm_, fully_shard
 from support.campaign.faults import SAVED_AT, STEPS, Fault
+from support.elastic.faults import (
+    FAULT,
+    DamagedAllGather,
+    DamagedReduceScatter,
+    damageable,
+    strike_at_rest,
+)
 
-__all__ = ["PLANTED", "run_job"]
+__all__ = ["PLANTED", "SCHEDULED", "run_job"]
 
 PLANTED = "a planted fault"
+SCHEDULED = Path("/proc/self/schedstat")
 WIDTH = 24
+DELAY = 0.25
+"""Seconds in a step of a slow rank; a step takes a tenth of this."""
 
 
 class _Trap:
@@ -51,7 +69,7 @@ class _Trap:
     def __call__(self, place: str) -> None:
         passed = place == self.fault.place and self.step >= self.fault.step
         if self.armed and passed and self.fault.kind in _STRIKES:
-            self.armed = False
+            self.armed = self.fault.kind == "slow rank"
             _STRIKES[self.fault.kind](self.fault)
 
 
@@ -88,6 +106,22 @@ def _interrupt(_: Fault) -> None:
     raise KeyboardInterrupt
 
 
+def _delay(_: Fault) -> None:
+    time.sleep(DELAY)  # the delay is what is tested
+
+
+def _own_clock() -> int:
+    """Return nanoseconds, without those in which this thread waited for a processor.
+
+    So a rank is not called slow because of other processes of the machine.
+    """
+    while True:
+        waited = int(SCHEDULED.read_text().split()[1])
+        now = time.perf_counter_ns()
+        if int(SCHEDULED.read_text().split()[1]) == waited:
+            return now - waited
+
+
 _STRIKES: dict[str, Callable[[Fault], None]] = {
     "exception": _raise,
     "exception in a save": _raise,
@@ -97,6 +131,9 @@ _STRIKES: dict[str, Callable[[Fault], None]] = {
     "pause": _stop,
     "clock": _shift_clock,
     "open files": _limit_files,
+    "lost host": _kill,
+    "two neighbours lost": _kill,
+    "slow rank": _delay,
 }
 
 
@@ -124,7 +161,9 @@ def _sharded_model(fault: Fault, trap: _Trap) -> Any:
     blocks = [_Block(trap, settings.checkpointed) for _ in range(3)]
     model = nn.Sequential(nn.Linear(8, WIDTH), *blocks, nn.Linear(WIDTH, 1))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if settings.bfloat16 else None)
-    for block in blocks:
+    for index, block in enumerate(blocks):
+        if fault.place == "computed gradients":
+            damageable(block, f"{index + 1}.")
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     middle = blocks[1]
@@ -160,6 +199,7 @@ def _backward(model: Any, inputs: torch.Tensor, trap: _Trap, share: int) -> floa
 def _saves_pass(trap: _Trap) -> Iterator[None]:
     """Let the thread of a save pass the trap before it writes, and before it commits."""
     write, commit = writing._write_files, writing._commit
+    copy, exchange = Contents.copy_to, sending._exchange
 
     def write_files(*args: Any) -> Any:
         trap("write")
@@ -169,7 +209,17 @@ def _saves_pass(trap: _Trap) -> Iterator[None]:
         trap("commit")  # the first rank alone commits
         return commit(*args)
 
+    def copy_to(*args: Any) -> None:
+        trap("copy")
+        copy(*args)
+
+    def send(*args: Any) -> None:
+        trap("send")
+        exchange(*args)
+
     with (
+        mock.patch.object(Contents, "copy_to", copy_to),
+        mock.patch.object(sending, "_exchange", send),
         mock.patch.object(writing, "_write_files", write_files),
         mock.patch.object(writing, "_commit", commit_all),
     ):
@@ -177,17 +227,50 @@ def _saves_pass(trap: _Trap) -> Iterator[None]:
 
 
 class _Saves:
-    """Saves beside training; a save that failed is noted, and training goes on."""
+    """Saves beside training; a save to files that failed is noted, and training goes on."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, fault: Fault, folder: Path) -> None:
         self.folder, self.failed = folder, list[str]()
         self._pending: PendingSave | None = None
+        self._memory: MemoryCheckpoints | None = None
+        self._steps = {*SAVED_AT, fault.settings.steps - 1}
+        if fault.settings.hosts:
+            host = fault.settings.hosts[dist.get_rank()]
+            path = folder.parent / "memory" / str(host)
+            self._memory = MemoryCheckpoints("campaign", host=host, folder=path)
+        else:
+            self._steps.discard(STEPS - 1)
+
+    def load(self, model: Any, optimizer: Any) -> tuple[int, str]:
+        """Load what the job saved, if anything; return the next step, and where it was."""
+        saved = (self.folder / ".metadata").exists()
+        if saved:
+            check_checkpoint(self.folder)
+        elif self._memory is None:
+            return 0, "nowhere"
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+        source = "memory"
+        if self._memory is None or self._memory.restore(state) is None:
+            if not saved:
+                optimizer.state.clear()  # torch has filled it
+                return 0, "nowhere"
+            source = "files"
+            dcp.load(state, checkpoint_id=self.folder)
+        parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(model, optimizer, **parts)
+        return state["step"] + 1, source
 
     def save(self, model: Any, optimizer: Any, step: int) -> None:
+        if self._memory is None and step not in self._steps:
+            return
         self.wait()
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state, "step": step}
-        self._pending = async_save(state, self.folder)
+        if self._memory is not None:
+            self._memory.save(step, state)
+        if step in self._steps:
+            self._pending = async_save(state, self.folder)
 
     def wait(self) -> None:
         pending, self._pending = self._pending, None
@@ -199,19 +282,11 @@ class _Saves:
                 raise
             self.failed.append(str(error))
 
-
-def _load(model: Any, optimizer: Any, folder: Path) -> int:
-    """Load the checkpoint if there is one; return the next step."""
-    if not (folder / ".metadata").exists():
-        return 0
-    check_checkpoint(folder)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-    dcp.load(state, checkpoint_id=folder)
-    parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-    set_state_dict(model, optimizer, **parts)
-    step: int = state["step"]
-    return step + 1
+    def end(self) -> None:
+        """Wait for the last save, and remove what is in memory."""
+        self.wait()
+        if self._memory is not None:
+            self._memory.purge()
 
 
 def _digest(model: Any, optimizer: Any) -> str:
@@ -231,26 +306,37 @@ def _train(fault: Fault, folder: Path) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer.register_step_pre_hook(lambda *_: trap("optimizer pre-hook"))
     optimizer.register_step_post_hook(lambda *_: trap("optimizer post-hook"))
-    saves = _Saves(folder)
-    first = _load(model, optimizer, folder)
+    saves = _Saves(fault, folder)
+    first, source = saves.load(model, optimizer)
     checks = None
     if fault.settings.checked:
         checks = IntegrityChecks(model, optimizer, IntegrityPolicy(every=1))
-    losses = []
+        checks.all_gather, checks.reduce_scatter = DamagedAllGather, DamagedReduceScatter
+    watch = SlowRanks(clock=_own_clock) if fault.kind == "slow rank" else None
+    losses, loss = list[float](), 0.0
+
+    def compute() -> None:
+        """Make the gradients of a step."""
+        nonlocal loss
+        micro_batches, loss = fault.settings.micro_batches, 0.0
+        for micro in range(micro_batches):
+            trap("batch")
+            model.set_requires_gradient_sync(micro == micro_batches - 1)
+            loss += _backward(model, _batch(trap.step, micro), trap, micro_batches)
+
     with _saves_pass(trap):
-        for step in range(first, STEPS):
+        for step in range(first, fault.settings.steps):
             trap.step = step
+            if step == fault.step and watch is not None:
+                watch.start()
             if checks is not None:
+                if trap.armed and step == fault.step:
+                    FAULT.__init__(fault.place, fault.victim, fault.tensor, fault.seed)  # type: ignore[misc]  # a new fault
+                    strike_at_rest(model, optimizer)
                 checks.begin()
-                if trap.armed and step == fault.step and fault.kind == "damaged shard":
-                    trap.armed = False
-                    model[2].first.weight.to_local().view(-1)[0].neg_()
-            micro_batches = fault.settings.micro_batches
-            loss = 0.0
-            for micro in range(micro_batches):
-                trap("batch")
-                model.set_requires_gradient_sync(micro == micro_batches - 1)
-                loss += _backward(model, _batch(step, micro), trap, micro_batches)
+                checks.twice(compute)
+            else:
+                compute()
             trap("clip")
             norm = clip_grad_norm_(model, 1.0)
             if checks is not None:
@@ -260,14 +346,16 @@ def _train(fault: Fault, folder: Path) -> dict[str, Any]:
             if checks is not None:
                 checks.end()
             losses.append(loss)
-            if step in SAVED_AT:
-                saves.save(model, optimizer, step)
-        saves.wait()
+            saves.save(model, optimizer, step)
+        saves.end()
+    slow = () if watch is None else watch.report().slow
     return {
         "first": first,
+        "source": source,
         "losses": losses,
         "digest": _digest(model, optimizer),
         "failed_saves": saves.failed,
+        "slow": [(each.rank, each.phase) for each in slow],
     }
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,15 +26,19 @@ from unittest import mock
 from torch.distributed.checkpoint import FileSystemReader
 
 from fullshard.checkpoint import DamagedCheckpointError, check_checkpoint
-from support.campaign.faults import KINDS, Fault, Settings
-from support.campaign.job import PLANTED, run_job
+from support.campaign.faults import KINDS, SAVED_AT, SAVING, SLOW_IN, Fault, Settings
+from support.campaign.job import PLANTED, SCHEDULED, run_job
+from support.elastic.faults import STAGES
 from support.pool.messages import Outcome
 from support.pool.ranks import RankPool, RanksFailed
 
-__all__ = ["LIMIT", "MOUNTED", "Verdict", "can_mount", "judge", "run_ranks"]
+__all__ = ["LIMIT", "MOUNTED", "Verdict", "judge", "lacking", "run_ranks"]
 
 MOUNTED = ("small /dev/shm", "full disk")
 """Kinds that need a small disk, and ranks that are started anew, which takes seconds."""
+
+_LOST = {"lost host": 1, "two neighbours lost": 2}
+"""Kinds after which the memory of hosts is lost, and of how many hosts."""
 
 TIMEOUT = 30.0
 """Seconds that a rank waits for another one; more than a rank is stopped for."""
@@ -109,11 +114,15 @@ def run_ranks(fault: Fault, folder: Path, checkpoint: Path | None = None) -> dic
 
 
 @functools.cache
-def _expected(settings: Settings) -> dict[int, Ending]:
-    """Return how the job ends without a fault."""
+def _expected(settings: Settings, before: Settings | None = None) -> dict[int, Ending]:
+    """Return how the job ends without a fault, after its first steps with settings ``before``.
+
+    Then it goes on from files.
+    """
     with tempfile.TemporaryDirectory(prefix="fullshard-campaign-") as folder:
-        fault = Fault(-1, "none", "", 0, 0, 0, 0.0, settings)
-        endings = run_ranks(fault, Path(folder))
+        for each in (before, settings):
+            if each is not None:
+                endings = run_ranks(Fault(-1, "none", "", 0, 0, 0, 0.0, each), Path(folder))
     assert all("digest" in each for each in endings.values()), endings
     return endings
 
@@ -123,7 +132,7 @@ def _same(endings: Mapping[int, Ending], wanted: Mapping[int, Ending]) -> bool:
     for rank, ending in endings.items():
         if "digest" not in ending:
             return False
-        losses = wanted[rank]["losses"][ending["first"] :]
+        losses = wanted[rank]["losses"][ending["first"] - wanted[rank]["first"] :]
         if (ending["losses"], ending["digest"]) != (losses, wanted[rank]["digest"]):
             return False
     return True
@@ -131,6 +140,9 @@ def _same(endings: Mapping[int, Ending], wanted: Mapping[int, Ending]) -> bool:
 
 def _is_clear(text: str, fault: Fault) -> bool:
     """Tell whether an error says what happened, or on which rank."""
+    if fault.settings.checked:
+        stage, tensor = STAGES[fault.place], re.escape(fault.tensor)
+        return bool(re.search(rf"  {stage} of {tensor}, rank (\d+ and )?{fault.victim}\b", text))
     named = re.search(rf"\branks? (\d+, )*{fault.victim}\b", text)
     said = (PLANTED, "is damaged", "No space left")
     return bool(named) or any(each in text for each in said)
@@ -144,9 +156,11 @@ def _judge_errors(endings: Mapping[int, Ending], fault: Fault) -> Iterator[str]:
         elif "digest" in ending:
             yield f"rank {rank} ended as if nothing had happened"
         elif "died" in ending:
-            if rank != fault.victim or fault.kind not in ("kill", "exit"):
+            if rank != fault.victim or fault.kind not in (*_LOST, "kill", "exit"):
                 yield f"rank {rank} died without an error"
-        elif rank != fault.victim and not _is_clear(ending["error"], fault):
+        elif rank == fault.victim and not fault.settings.checked:
+            continue  # its own error
+        elif not _is_clear(ending["error"], fault):
             yield f"rank {rank} has an unclear error: {ending['error']}"
 
 
@@ -156,6 +170,9 @@ def _judge_leftovers(folder: Path) -> Iterator[str]:
     left = [name for name in os.listdir(scratch) if not name.startswith("torchinductor")]  # torch's
     if left:
         yield f"files are left in the folder for temporary files: {left}"
+    memory = [str(path) for path in folder.glob("memory/*/*")]
+    if memory:
+        yield f"the memory of hosts is left: {memory}"
     checkpoint = folder / "checkpoint"
     if (checkpoint / ".metadata").exists():
         try:
@@ -193,13 +210,19 @@ def _strike(fault: Fault, folder: Path) -> dict[int, Ending]:
     return run_ranks(fault, folder)
 
 
-def can_mount() -> bool:
-    """Tell whether this process may mount something for its children alone: root may, mostly."""
-    try:
+def lacking(kind: str) -> str:
+    """Return what a kind needs that is not there; empty: nothing."""
+    if kind == "slow rank" and not SCHEDULED.exists():
+        return f"it needs {SCHEDULED}"
+    if kind == "lost replica group" and find_spec("torchft") is None:
+        return "replica groups need torchft"
+    if kind not in MOUNTED:
+        return ""
+    try:  # root may mount something for its children alone, mostly
         done = subprocess.run([*_WITH_MOUNT, "/dev/shm", "true"], capture_output=True)
     except FileNotFoundError:
-        return False
-    return done.returncode == 0
+        return "a small disk needs unshare"
+    return "a small disk needs root" if done.returncode else ""
 
 
 def _with_small_disk(fault: Fault, folder: Path, path: Path) -> dict[int, Ending]:
@@ -223,6 +246,81 @@ def _flip_a_byte(folder: Path, generator: random.Random) -> None:
     file.write_bytes(data)
 
 
+def _restart(fault: Fault, folder: Path) -> Iterator[str]:
+    """Start the job again without the fault; yield what is wrong with it.
+
+    After the loss of hosts it has as many ranks, one fewer, or one more. Its numbers are those of a
+    job that went on from files with these ranks, after the same step.
+    """
+    ranks, hosts = fault.settings.ranks, fault.settings.hosts
+    settings, before = fault.settings, None
+    plain = replace(settings, hosts=())
+    if hosts:
+        for each in range(_LOST[fault.kind]):
+            shutil.rmtree(folder / "memory" / str((fault.victim + each) % ranks))
+        fewer = tuple(host for host in hosts if host != fault.victim)
+        now = (fewer, hosts, (*hosts, ranks))[fault.seed % 3]
+        settings = replace(settings, ranks=len(now), hosts=now)
+    endings = run_ranks(replace(fault.none(), settings=settings), folder)
+    first = max(each.get("first", 0) for each in endings.values())
+    if hosts:
+        sources = {each.get("source", "") for each in endings.values()}
+        wanted = {"memory"} if fault.kind == "lost host" else {"files"}
+        if fault.kind != "lost host" and fault.step <= SAVED_AT[1]:
+            wanted = {"files"} if first else {"nowhere"}  # the first save may not be complete
+        if sources != wanted or (fault.kind == "lost host" and first < fault.step - 1):
+            yield f"the restart went on with step {first}, from {sources}; wanted: {wanted}"
+        if first and len(now) != ranks:
+            before = replace(plain, steps=first)
+    if not _same(endings, _expected(replace(plain, ranks=settings.ranks), before)):
+        yield f"after a restart the numbers differ: {endings}"
+    yield from _judge_leftovers(folder)
+
+
+def _judge_right(endings: Mapping[int, Ending], fault: Fault, folder: Path) -> Iterator[str]:
+    """Yield what is wrong with a job that ended in the right numbers."""
+    if KINDS[fault.kind].ends and fault.place not in SAVING:  # not all steps and ranks pass these
+        yield "the job ended as if nothing had happened"
+    failed = [text for each in endings.values() for text in each["failed_saves"]]
+    for text in failed:
+        if not _is_clear(text, fault) and fault.kind != "two jobs":
+            yield f"an unclear error: {text}"
+    if fault.kind == "full disk" and not failed:
+        yield "no save failed"
+    if fault.kind == "slow rank":
+        for ending in endings.values():
+            slow = [tuple(each) for each in ending["slow"]]
+            phase = SLOW_IN[fault.place]
+            if {rank for rank, _ in slow} != {fault.victim} or (fault.victim, phase) not in slow:
+                yield f"these are named as slow: {slow}"
+    yield from _judge_leftovers(folder)
+
+
+def _judge_groups(fault: Fault) -> Verdict:
+    """Kill or stop a rank of a replica group; the others go on, and the group comes back."""
+    from elastic.drill import RANKS  # with torchft alone
+    from support.elastic.check import check_against_replay
+    from support.elastic.run import ElasticRun
+    from support.elastic.run import Fault as OfGroup
+
+    drawn = OfGroup.drawn(random.Random(fault.seed), RANKS)
+    verdict, start = Verdict(fault, ended="the right numbers"), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fullshard-campaign-") as folder:
+        try:
+            with ElasticRun(Path(folder), RANKS) as run, _busy(fault.busy):
+                for group in RANKS:
+                    run.start(group)
+                while not run.together(3):
+                    run.follow()
+                run.strike(replace(drawn, phase=fault.place))
+                run.finish()
+            check_against_replay(Path(folder), RANKS)
+        except AssertionError as error:
+            verdict.wrong.append(str(error))
+    verdict.seconds = time.monotonic() - start
+    return verdict
+
+
 def judge(fault: Fault, *, restarts: bool = True) -> Verdict:
     """Run the job with the fault, and again without it; return what was wrong.
 
@@ -230,11 +328,14 @@ def judge(fault: Fault, *, restarts: bool = True) -> Verdict:
         fault: the fault.
         restarts: whether a job that ended is started again, from its last checkpoint.
     """
-    verdict, kind = Verdict(fault), KINDS[fault.kind]
-    if fault.kind in MOUNTED and not can_mount():
-        verdict.ended = "not run, as a small disk needs root"
+    verdict = Verdict(fault)
+    missing = lacking(fault.kind)
+    if missing:
+        verdict.ended = f"not run, as {missing}"
         return verdict
-    wanted = _expected(fault.settings)
+    if fault.kind == "lost replica group":
+        return _judge_groups(fault)
+    wanted = _expected(replace(fault.settings, hosts=()))
     folder = Path(tempfile.mkdtemp(prefix="fullshard-campaign-"))
     try:
         start = time.monotonic()
@@ -242,27 +343,15 @@ def judge(fault: Fault, *, restarts: bool = True) -> Verdict:
         verdict.seconds = time.monotonic() - start
         if _same(endings, wanted):
             verdict.ended = "the right numbers"
-            if kind.ends:
-                verdict.wrong.append("the job ended as if nothing had happened")
-            failed = [text for each in endings.values() for text in each["failed_saves"]]
-            verdict.wrong += [
-                f"an unclear error: {text}"
-                for text in failed
-                if not _is_clear(text, fault) and fault.kind != "two jobs"
-            ]
-            if fault.kind == "full disk" and not failed:
-                verdict.wrong.append("no save failed")
-            verdict.wrong += _judge_leftovers(folder)
+            verdict.wrong += _judge_right(endings, fault, folder)
         else:
             verdict.ended = "errors"
             verdict.wrong += _judge_errors(endings, fault)
-            if kind.ends is False:
+            if KINDS[fault.kind].ends is False:
                 verdict.wrong.append(f"the job did not have the right numbers: {endings}")
-            if restarts and fault.kind not in ("corrupted checkpoint", "two jobs"):
-                again = run_ranks(fault.none(), folder)
-                if not _same(again, wanted):
-                    verdict.wrong.append(f"after a restart the numbers differ: {again}")
-                verdict.wrong += _judge_leftovers(folder)
+            starts_again = fault.kind not in ("corrupted checkpoint", "two jobs")
+            if starts_again and (restarts or fault.settings.hosts):
+                verdict.wrong += _restart(fault, folder)
     finally:
         shutil.rmtree(folder)
     return verdict

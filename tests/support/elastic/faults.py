@@ -24,7 +24,16 @@ from fullshard.elastic.integrity.collectives import (
 from fullshard.sharding import fully_shard
 from fullshard.sharding.spi import local_shard
 
-__all__ = ["STAGES", "Outcome", "run_campaign"]
+__all__ = [
+    "FAULT",
+    "STAGES",
+    "DamagedAllGather",
+    "DamagedReduceScatter",
+    "Outcome",
+    "damageable",
+    "run_campaign",
+    "strike_at_rest",
+]
 
 STAGES = {
     "shards at rest": "shard",
@@ -127,6 +136,15 @@ class DamagedReduceScatter(CheckedReduceScatter):
         FAULT.strike("sums of gradients", _named(self._known, output))
 
 
+@torch.no_grad()
+def strike_at_rest(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Strike what rests between steps."""
+    params = list(model.named_parameters())
+    states = [(name, local_shard(optimizer.state[param]["exp_avg"])) for name, param in params]
+    FAULT.strike("shards at rest", [(name, local_shard(param)) for name, param in params])
+    FAULT.strike("optimizer state at rest", states)
+
+
 class _Trial:
     """A small model whose state is put back before each trial."""
 
@@ -160,17 +178,6 @@ class _Trial:
             for param in self.model.parameters():
                 self.optimizer.state[param]["step"].fill_(1)
         self.optimizer.zero_grad()
-
-    def rest(self) -> None:
-        """Strike what rests between steps."""
-        shards = [(name, local_shard(param)) for name, param in self.model.named_parameters()]
-        states = [
-            (name, local_shard(self.optimizer.state[param]["exp_avg"]))
-            for name, param in self.model.named_parameters()
-        ]
-        with torch.no_grad():
-            FAULT.strike("shards at rest", shards)
-            FAULT.strike("optimizer state at rest", states)
 
     def step(self, checks: IntegrityChecks | None, *, twice: bool = False) -> None:
         if checks is None:
@@ -212,12 +219,12 @@ class _DamagedBackward(torch.autograd.Function):
         return own, None
 
 
-def _damageable(model: nn.Sequential) -> None:
+def damageable(model: nn.Module, prefix: str = "") -> None:
     """Let gradients of weights pass through code that may damage them."""
     for name, module in model.named_children():
 
         def forward(
-            values: torch.Tensor, module: nn.Module = module, name: str = name
+            values: torch.Tensor, module: nn.Module = module, name: str = f"{prefix}{name}"
         ) -> torch.Tensor:
             through: Any = _DamagedBackward.apply
             weight = through(module.weight, f"{name}.weight")
@@ -233,7 +240,7 @@ def _damageable(model: nn.Sequential) -> None:
 def run_campaign(mesh: DeviceMesh, *, faults: int, clean: int, seed: int) -> Outcome:
     """Strike ``faults`` times, at every stage in turn, and make ``clean`` comparisons or more."""
     trial, outcome = _Trial(mesh), Outcome()
-    _damageable(trial.model)
+    damageable(trial.model)
     generator = random.Random(seed)
     for number in range(faults):
         stage = list(STAGES)[number % len(STAGES)]
@@ -251,7 +258,7 @@ def run_campaign(mesh: DeviceMesh, *, faults: int, clean: int, seed: int) -> Out
                 rank, FAULT.rank = FAULT.rank, -1
                 trial.step(checks)
                 FAULT.rank = rank
-                trial.rest()
+                strike_at_rest(trial.model, trial.optimizer)
             trial.step(checks, twice=stage == "computed gradients")
         except DamagedNumbersError as error:
             told = error.findings
