@@ -67,6 +67,24 @@ def test_it_goes_on_as_a_run_that_nobody_cut_off(tmp_path: Path) -> None:
 
 
 @distributed(2)
+def test_a_run_that_finds_nothing_in_memory_trains_as_one_that_did_not_look(
+    tmp_path: Path,
+) -> None:
+    config = small_config(
+        train={"steps": 4, "evaluate_every": 4}, checkpoint={"every": 4, "memory": 2}
+    )
+    expected, trainer = small_trainer(config), small_trainer(config)
+    fit(expected, tmp_path / "expected")
+    host = patch.dict(os.environ, {"GROUP_RANK": str(dist.get_rank())})
+    with host:
+        memory = HostMemory(trainer, tmp_path / "run", tmp_path / str(dist.get_rank()))
+    assert memory.restore() is None
+    fit(trainer, tmp_path / "run")
+    found = losses(untimed(tmp_path / "run" / "metrics.jsonl"))
+    assert found == losses(untimed(tmp_path / "expected" / "metrics.jsonl"))
+
+
+@distributed(2)
 def test_a_folder_that_cannot_be_used_is_an_error_of_the_run(tmp_path: Path) -> None:
     trainer = small_trainer(small_config(checkpoint={"memory": 1}))
     (tmp_path / "file").touch()

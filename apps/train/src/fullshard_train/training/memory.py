@@ -60,7 +60,8 @@ class HostMemory:
         Raises:
             TrainError: on every rank, if it cannot be loaded.
         """
-        state = self._state()
+        optimizer = self._trainer.optimizer
+        has_stepped, state = bool(optimizer.state), self._state()
         try:
             step = self.checkpoints.restore(state)
         except MemoryCheckpointError as error:
@@ -68,6 +69,8 @@ class HostMemory:
         if step is not None:
             put(self._trainer.model, self._trainer.optimizer, state)
             self._trainer.step = step
+        elif not has_stepped:
+            optimizer.state.clear()  # torch made it by a step, which would count
         return step
 
     def _state(self) -> dict[str, Any]:
