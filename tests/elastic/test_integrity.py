@@ -17,6 +17,7 @@ from elastic.campaign import campaign
 from fullshard.comm import DefaultAllGather, DefaultReduceScatter
 from fullshard.elastic import DamagedNumbersError, IntegrityChecks, IntegrityPolicy
 from fullshard.elastic.integrity.checksums import checksum, checksums
+from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import ShardingPlacements, fully_shard
 from fullshard.sharding.spi import local_shard
 from support.elastic import faults
@@ -76,11 +77,11 @@ def test_a_fault_at_each_stage_is_found_with_its_rank_and_tensor() -> None:
     assert outcome.false_alarms == 0 and outcome.comparisons >= 300
 
 
-def _model(mesh: Any = None) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+def _model(mesh: Any = None, **options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     for module in (model[0], model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, **options)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
@@ -230,9 +231,10 @@ def test_a_loss_out_of_range_on_one_rank_stops_all_before_the_optimizer(
         checks.before_update(loss=mine, norm=1.0)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @distributed(2)
-def test_the_error_says_what_was_compared() -> None:
-    model, optimizer = _model(cpu_mesh())
+def test_the_error_of_a_first_step_says_what_was_compared(dtype: torch.dtype | None) -> None:
+    model, optimizer = _model(cpu_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     checks = IntegrityChecks(model, optimizer, IntegrityPolicy(every=1))
     checks.reduce_scatter = DamagedReduceScatter
     for stage, text in {

@@ -106,19 +106,19 @@ def damage(tensor: torch.Tensor, generator: random.Random) -> None:
     octets[generator.randrange(rows), generator.randrange(size)] ^= 1 << generator.randrange(8)
 
 
-def _named(known: Sequence[Parts], piece: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    parts = next(each for each in known if each.numel == piece.numel())
-    return list(zip(parts.names, parts.of(piece), strict=True))
+def _named(known: Parts, piece: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    assert known.numel == piece.numel(), "a finding would name no parameter"
+    return list(zip(known.names, known.of(piece), strict=True))
 
 
 class DamagedAllGather(CheckedAllGather):
     """Damages what it sends, or what arrived, before the comparison."""
 
     def _gather(self, output: torch.Tensor, own: torch.Tensor, group: Any) -> None:
-        FAULT.strike("packed shards", _named(self._known, own))
+        FAULT.strike("packed shards", _named(self.known, own))
         super()._gather(output, own, group)
         for piece in output.view(group.size(), -1):
-            FAULT.strike("gathered parameters", _named(self._known, piece))
+            FAULT.strike("gathered parameters", _named(self.known, piece))
 
 
 class DamagedReduceScatter(CheckedReduceScatter):
@@ -126,14 +126,14 @@ class DamagedReduceScatter(CheckedReduceScatter):
 
     def _exchange(self, arrived: torch.Tensor, sent: torch.Tensor, group: Any) -> None:
         for piece in sent.view(group.size(), -1):
-            FAULT.strike("packed gradients", _named(self._known, piece))
+            FAULT.strike("packed gradients", _named(self.known, piece))
         super()._exchange(arrived, sent, group)
         for piece in arrived.view(group.size(), -1):
-            FAULT.strike("arrived gradients", _named(self._known, piece))
+            FAULT.strike("arrived gradients", _named(self.known, piece))
 
     def _add(self, pieces: Sequence[torch.Tensor], output: torch.Tensor, averages: bool) -> None:
         super()._add(pieces, output, averages)
-        FAULT.strike("sums of gradients", _named(self._known, output))
+        FAULT.strike("sums of gradients", _named(self.known, output))
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
 
@@ -132,9 +132,8 @@ class IntegrityChecks:
             self._compare_resting(resting)
         self._put_back()  # if a step ended in an error, without before_update()
         if self._policy.collectives and self.is_due:
-            known = {param: name for name, param in self._model.named_parameters()}
             for group in self._groups():
-                self._replace(group, known)
+                self._replace(group)
 
     def before_update(
         self, *, loss: torch.Tensor | float | None = None, norm: torch.Tensor | float | None = None
@@ -212,19 +211,23 @@ class IntegrityChecks:
     def _groups(self) -> list[FSDPParamGroup]:
         return [group for module in self._sharded for group in groups_of(module)]
 
-    def _replace(self, group: FSDPParamGroup, known: Mapping[nn.Parameter, str]) -> None:
+    def _replace(self, group: FSDPParamGroup) -> None:
         """Let checked collectives move what a group gathers and reduces."""
         ranks = group.mesh_info.shard_world_size
-        # before the first forward, a group does not know the full names
-        names = [known.get(param.sharded, param.name) for param in group.params]
-        gathered = [rank_major(tuple([param.sent for param in group.params]), ranks)]
-        reduced = rank_major(tuple([p.grad_spec for p in group.params]), ranks, len(names))
+
+        def gathered() -> Parts:
+            names = [param.name for param in group.params]
+            return Parts(names, rank_major(tuple([param.sent for param in group.params]), ranks))
+
+        def reduced() -> Parts:
+            names = [param.name for param in group.params]
+            specs = tuple([param.grad_spec for param in group.params])
+            return Parts(names, rank_major(specs, ranks, len(names)))
+
         self._replaced.append((group, group.gathering.config.comm, group.gradients.settings.comm))
         name = group.name or "the root"
-        gathers = [Parts(names, layout) for layout in gathered]
-        reduces = [Parts(names, reduced)]
-        group.gathering.set_comm(self.all_gather(name, gathers, self._findings))
-        group.gradients.change(comm=self.reduce_scatter(name, reduces, self._findings))
+        group.gathering.set_comm(self.all_gather(name, gathered, self._findings))
+        group.gradients.change(comm=self.reduce_scatter(name, reduced, self._findings))
 
     def _put_back(self) -> None:
         """Let each group gather and reduce as it did before ``_replace``."""

@@ -8,7 +8,8 @@ with the values as they arrived, and ends before the optimizer changes anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -53,18 +54,29 @@ class Parts:
         return [piece[a:b] for a, b in zip(self._starts, ends, strict=True)]
 
 
-def _parts_for(known: Sequence[Parts], numel: int) -> Parts | None:
-    return next((each for each in known if each.numel == numel), None)
-
-
 class _Checked:
-    """The part that both collectives share: checksums of slices, compared over ranks."""
+    """The part that both collectives share: checksums of slices, compared over ranks.
 
-    def __init__(self, name: str, known: Sequence[Parts], findings: Findings) -> None:
+    Args:
+        name: of the group.
+        parts: return the parts of a slice; called in the first collective, as a group knows the
+            full names and the dtypes of its parameters from its first forward on.
+        findings: where differences are noted.
+    """
+
+    def __init__(self, name: str, parts: Callable[[], Parts], findings: Findings) -> None:
         self._name = name
-        self._known = known
+        self._parts = parts
         self._findings = findings
         self._allocator = CachingAllocator()
+
+    @cached_property
+    def known(self) -> Parts:
+        """The parts of a slice."""
+        return self._parts()
+
+    def _known_for(self, numel: int) -> Parts | None:
+        return self.known if self.known.numel == numel else None
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -73,7 +85,7 @@ class _Checked:
         return self._allocator.empty(size, dtype=dtype, device=device)
 
     def _sums(self, piece: torch.Tensor) -> torch.Tensor:
-        known = _parts_for(self._known, piece.numel())
+        known = self._known_for(piece.numel())
         return checksums([piece] if known is None else known.of(piece))
 
     def _compare(
@@ -85,7 +97,7 @@ class _Checked:
             what = "a second addition gave other bits"
         self._findings.comparisons += 1
         different = (self._sums(piece) != sent).any(1).nonzero().flatten().tolist()
-        known = _parts_for(self._known, piece.numel())
+        known = self._known_for(piece.numel())
         for index in different:
             tensor = self._name if known is None else known.names[index]
             self._findings.add(
@@ -167,8 +179,9 @@ class CheckedReduceScatter(_Checked, ReduceScatter):
 
     def _note(self, sums: torch.Tensor) -> None:
         """Note the checksums of this rank's gradients, ``[ranks, tensors, 2]``."""
-        known = next((each for each in self._known if len(each.names) == sums.size(1)), None)
-        names = [self._name] * sums.size(1) if known is None else known.names
+        names = self.known.names
+        if len(names) != sums.size(1):
+            names = [self._name] * sums.size(1)
         self._findings.reduced += zip(names, sums.unbind(1), strict=True)
 
     def _exchange(
