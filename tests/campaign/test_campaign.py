@@ -14,6 +14,8 @@ OTHERS = [kind for kind in KINDS if kind not in LONG]
 
 
 def _judge(seed: int, kind: str) -> None:
+    if lacking(kind):
+        pytest.skip(lacking(kind))
     fault = Fault.drawn(seed, kind=kind, seconds=1.0, worlds=2)
     # few settings: each needs a run without a fault, too
     checked, hosts = fault.settings.checked, fault.settings.hosts
@@ -32,8 +34,6 @@ def test_a_fault_ends_in_the_right_numbers_or_in_a_clear_error_on_each_rank(seed
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", LONG)
 def test_so_it_does_on_a_small_disk_and_in_replica_groups(kind: str) -> None:
-    if lacking(kind):
-        pytest.skip(lacking(kind))
     _judge(0, kind)
 
 
