@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -142,6 +143,25 @@ def test_an_error_of_one_writer_surfaces_on_every_rank_and_the_old_checkpoint_st
     async_save(state, tmp_path / "c").result()  # what was told once is not told again
     dist.barrier()
     assert restored(tmp_path / "c", fully_shard(build(1))) == 2
+
+
+@distributed(1, fresh=True)
+def test_a_save_without_a_file_descriptor_left_leaves_no_folder(tmp_path: Path) -> None:
+    finish = FileSystemWriter.finish
+
+    def finish_with_the_last_descriptor(*args: Any) -> None:
+        finish(*args)
+        open_now = len(os.listdir("/proc/self/fd")) - 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_now, limits[1]))
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with patch.object(FileSystemWriter, "finish", finish_with_the_last_descriptor):
+        pending = async_save({"w": torch.ones(2)}, tmp_path / "c")
+        wait([pending])
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with pytest.raises(SaveError, match="Too many open files"):
+        pending.result()
+    assert not os.listdir(tmp_path / "c")
 
 
 @distributed(2)

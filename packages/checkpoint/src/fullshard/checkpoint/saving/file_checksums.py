@@ -63,6 +63,11 @@ def checksum_of(path: Path) -> int:
     return found
 
 
+def checksums_name(save_id: str) -> str:
+    """Return the name of the file of checksums of a save."""
+    return _NAME.format(save_id)
+
+
 def write_checksums(folder: Path, save_id: str, sums: Sequence[Mapping[str, int]]) -> Path:
     """Write the checksums of a save, of each rank's files and of ``.metadata``, to the disk.
 
@@ -74,7 +79,7 @@ def write_checksums(folder: Path, save_id: str, sums: Sequence[Mapping[str, int]
     Returns:
         The file.
     """
-    path = folder / _NAME.format(save_id)
+    path = folder / checksums_name(save_id)
     with path.open("w") as file:
         json.dump({**_merged(sums), _METADATA: checksum_of(folder / _METADATA)}, file)
         file.flush()
@@ -85,7 +90,7 @@ def write_checksums(folder: Path, save_id: str, sums: Sequence[Mapping[str, int]
 def remove_checksums(folder: Path, kept: str = "") -> None:
     """Remove all files of checksums but that of the save ``kept``."""
     for path in folder.glob(_NAME.format("*")):
-        if path.name != _NAME.format(kept):
+        if path.name != checksums_name(kept):
             path.unlink(missing_ok=True)
 
 

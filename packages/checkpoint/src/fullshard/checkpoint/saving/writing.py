@@ -27,7 +27,8 @@ import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.agreement import format_error
 from fullshard.checkpoint.saving.file_checksums import (
     checksum_of,
+    checksums_name,
     remove_checksums,
     write_checksums,
 )
@@ -133,10 +135,10 @@ def write(
     except LostRanksError as lost:
         written = lost.first and _is_there(folder, save_id)
         if not lost.first:
-            _remove(folder.glob(f"{prefix}*"))
+            _remove_files_of(folder, prefix, sums)
         raise SaveError(folder, str(lost), lost=lost.ranks, written=written) from lost
     if verdict:
-        _remove(folder.glob(f"{prefix}*"))
+        _remove_files_of(folder, prefix, sums)
         raise SaveError(folder, verdict) from error
 
 
@@ -240,13 +242,27 @@ def _commit(
     except Exception as error:
         return f"rank 0: {format_error(error)}"
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove_folder(temporary, (".metadata", ".metadata.tmp", checksums_name(save_id)))
     kept = {name for each in told for name in each.sums}
-    remove_checksums(folder, kept=save_id)
-    _remove(path for path in folder.glob(_FILES) if path.name not in kept)
-    for leftover in folder.glob(".committing-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    with suppress(OSError):  # the next save removes them
+        remove_checksums(folder, kept=save_id)
+        for path in folder.glob(_FILES):
+            if path.name not in kept:
+                path.unlink(missing_ok=True)
+        for leftover in folder.glob(".committing-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
     return ""
+
+
+def _remove_folder(folder: Path, names: Sequence[str]) -> None:
+    """Remove a folder of files of these names.
+
+    The names are given because the process may have no file descriptor left to list the folder.
+    """
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # it was not made
+        folder.rmdir()
 
 
 def _require_all(told: Sequence[_Written], folder: Path) -> None:
@@ -273,6 +289,16 @@ def _to_disk(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _remove(paths: Any) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
+def _remove_files_of(folder: Path, prefix: str, names: Iterable[str]) -> None:
+    """Remove this rank's files of a save that failed.
+
+    Args:
+        folder: the checkpoint's.
+        prefix: of the names of the files.
+        names: of the files that are known to be complete. They are removed also if the process has
+            no file descriptor left to list the folder; the next save removes the others then.
+    """
+    with suppress(OSError):
+        names = [path.name for path in folder.glob(f"{prefix}*")]
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
