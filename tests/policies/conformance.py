@@ -31,6 +31,7 @@ from fullshard.sharding import (
     FixedReshard,
     FullPrecision,
     FullWidth,
+    GradientOffload,
     ModuleCasts,
     NoOffload,
     Offload,
@@ -67,6 +68,7 @@ OFFLOAD: tuple[Offload, ...] = (
     OffloadToCPU(),
 )
 FALLIBLE: FallibleOffload = FileOffloadPolicy("/")
+GRADIENTS: GradientOffload = FileOffloadPolicy("/", gradients=True)
 RESHARD: tuple[ReshardPolicy, ...] = (
     ReshardExceptRoot(),
     ReshardAlways(),

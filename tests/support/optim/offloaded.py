@@ -39,6 +39,7 @@ class Program:
         micro_batches: backwards per step.
         clip: the largest norm of all gradients; 0: any.
         closure: whether the step gets a closure.
+        set_to_none: whether gradients are freed after a step, or filled with zeros.
     """
 
     make: Maker = adamw
@@ -46,6 +47,7 @@ class Program:
     micro_batches: int = 1
     clip: float = 0.0
     closure: bool = False
+    set_to_none: bool = True
 
     def run(self, model: nn.Module, optimizer: Optimizer, steps: range) -> None:
         """Train for some steps, with a learning rate that falls."""
@@ -53,7 +55,7 @@ class Program:
         for step in steps:
 
             def backward(step: int = step) -> torch.Tensor:
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=self.set_to_none)
                 for each in range(self.micro_batches):
                     loss = model(batch(10 * step + each)).square().mean()
                     loss.backward()

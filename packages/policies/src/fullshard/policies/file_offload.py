@@ -54,8 +54,9 @@ class FileOffloadPolicy(OffloadPolicy):
 
     A shard is host memory that is mapped from the file: optimizers, state dicts, checkpoints and
     clipping use it as always. The policy reads shards ahead of their gathers, in the order of the
-    last step, and drops the shards that were not used for longest. Gradients and optimizer state
-    are on the CPU, in memory. Pass one policy to all ``fully_shard`` calls of a model.
+    last step, and drops the shards that were not used for longest. Gradients are in memory on the
+    CPU, or in the file with ``gradients=True``. Optimizer state is in memory on the CPU. Pass
+    one policy to all ``fully_shard`` calls of a model.
 
     Attributes:
         folder: a folder on a local disk, best on NVMe. Each rank makes one file there, which has no
@@ -64,6 +65,8 @@ class FileOffloadPolicy(OffloadPolicy):
             resident only during a step of an optimizer that steps all parameters at once.
         read_ahead_mb: MiB of shards that are read ahead of use; at most ``resident_mb``.
         min_bytes: smaller shards stay in memory.
+        gradients: keep reduced gradients in the file, from their reduction until they are freed.
+            Like shards, they are read for their use, and count for ``resident_mb``.
         optimizer_state: keep the optimizer's state on the CPU, and step there; otherwise the
             optimizer steps where the model computes.
     """
@@ -72,6 +75,7 @@ class FileOffloadPolicy(OffloadPolicy):
     resident_mb: float = field(default=256, kw_only=True)
     read_ahead_mb: float = field(default=64, kw_only=True)
     min_bytes: int = field(default=65536, kw_only=True)
+    gradients: bool = field(default=False, kw_only=True)
     optimizer_state: bool = field(default=True, kw_only=True)
     _file: ShardFile = field(init=False, repr=False, compare=False)
 
@@ -89,6 +93,7 @@ class FileOffloadPolicy(OffloadPolicy):
         for name in ("resident_mb", "read_ahead_mb"):
             require_cap(name, getattr(self, name))
         require_count("min_bytes", self.min_bytes)
+        require_bool("gradients", self.gradients)
         require_bool("optimizer_state", self.optimizer_state)
         if self.read_ahead_mb > self.resident_mb:
             raise ValueError(
@@ -120,6 +125,11 @@ class FileOffloadPolicy(OffloadPolicy):
 
     # -- the answers to sharding's question -------------------------------------------------------
 
+    @property
+    def stores_gradients(self) -> bool:
+        """Whether ``stage_out`` stores gradients in the file."""
+        return self.gradients
+
     def home(self, device: torch.device) -> torch.device:
         """Return the CPU."""
         return _HOST.home(device)
@@ -129,17 +139,7 @@ class FileOffloadPolicy(OffloadPolicy):
 
         Without space on the disk the shard stays in memory, and ``take_error`` reports that.
         """
-        usable = type(shard) in _PLAIN and shard.device.type == "cpu" and shard.is_contiguous()
-        if not usable or shard.nbytes < self.min_bytes or self._file.find(shard) is not None:
-            return shard
-        try:
-            return self._file.store(shard)
-        except OSError as error:
-            self._file.note(
-                f"no space for {shard.nbytes} bytes of a shard in {str(self.folder)!r}: "
-                f"{error.strerror}; use a folder with more space"
-            )
-            return shard
+        return self._stored(shard, "shard")
 
     def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return ``shard`` on ``device``, after its pages were read; wrong values on an error."""
@@ -148,8 +148,13 @@ class FileOffloadPolicy(OffloadPolicy):
         return torch.zeros_like(shard, device=device)
 
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return ``gradient`` on the CPU."""
-        return _HOST.stage_out(gradient)
+        """Return ``gradient`` on the CPU, with ``gradients=True`` as ``store`` returns a shard."""
+        gradient = _HOST.stage_out(gradient)
+        return self._stored(gradient, "gradient") if self.gradients else gradient
+
+    def read_in(self, gradient: torch.Tensor) -> bool:
+        """Read the pages of a gradient, and return whether that was possible."""
+        return self._require(gradient, in_order=False)
 
     def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return ``tensor`` where the optimizer's state is, after its pages were read."""
@@ -166,6 +171,20 @@ class FileOffloadPolicy(OffloadPolicy):
     def take_error(self) -> str:
         """Return the first error since the last call; empty if there was none."""
         return self._file.take_error()
+
+    def _stored(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """Return a tensor in the file, or itself; keep the error if the disk has no space."""
+        usable = type(tensor) in _PLAIN and tensor.device.type == "cpu" and tensor.is_contiguous()
+        if not usable or tensor.nbytes < self.min_bytes or self._file.find(tensor) is not None:
+            return tensor
+        try:
+            return self._file.store(tensor)
+        except OSError as error:
+            self._file.note(
+                f"no space for {tensor.nbytes} bytes of a {what} in {str(self.folder)!r}: "
+                f"{error.strerror}; use a folder with more space"
+            )
+            return tensor
 
     def _require(self, tensor: torch.Tensor, *, in_order: bool) -> bool:
         """Have the pages of a shard read, and return whether they could be."""

@@ -85,6 +85,12 @@ class FileSpace:
             self.nbytes += size
             return extent
 
+    @property
+    def spare_bytes(self) -> int:
+        """Reserved bytes that no tensor has."""
+        with self._lock:
+            return sum(size * len(extents) for size, extents in self._spare.items())
+
     def give_back(self, extent: Extent) -> None:
         """Let another tensor of the same size have ``extent``."""
         with self._lock:

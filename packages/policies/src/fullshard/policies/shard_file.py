@@ -107,19 +107,21 @@ class ShardFile:
     def store(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``tensor``, contiguous on the host, whose memory is in the file.
 
+        A copy through the mapping would first read the old bytes of each page from the disk.
+
         Raises:
             OSError: if the disk has no space for it.
         """
         extent = self.space.reserve(tensor.nbytes)
         try:
+            _write(self.space.fd, tensor, extent.offset)
             mapped = mmap.mmap(self.space.fd, extent.nbytes, offset=extent.offset)
         except BaseException:
             self.space.give_back(extent)
             raise
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False):
             memory = torch.frombuffer(mapped, dtype=torch.uint8)[: tensor.nbytes]
             stored = memory.view(tensor.dtype).view(tensor.shape)
-            stored.copy_(tensor)
         shard = StoredShard(extent, stored.data_ptr(), mapped)
         with self._lock:
             self._shards[shard.address] = shard
@@ -200,13 +202,19 @@ class ShardFile:
             while self.resident_bytes > self._limit and len(self._resident) > 1:
                 dropped.append(next(iter(self._resident)))
                 self._leave(dropped[-1])
-        for each in dropped:
-            self._dropping.append((self._dropper.submit(self._drop, each), each.extent.nbytes))
-        while self._dropping and (
-            self._dropping[0][0].done() or sum(size for _, size in self._dropping) > self._limit
-        ):
-            self._dropping.popleft()[0].result()
+            for each in dropped:
+                self._dropping.append((self._dropper.submit(self._drop, each), each.extent.nbytes))
+        while (oldest := self._oldest_drop()) is not None:
+            oldest.result()
         return kept
+
+    def _oldest_drop(self) -> Future[None] | None:
+        """Take the oldest drop that is over, or that has to be waited for; None: there is none."""
+        with self._lock:
+            waiting = sum(size for _, size in self._dropping)
+            if self._dropping and (self._dropping[0][0].done() or waiting > self._limit):
+                return self._dropping.popleft()[0]
+        return None
 
     def _leave(self, shard: StoredShard) -> bool:
         """Count ``shard`` no more, and return whether it was counted."""
@@ -253,6 +261,14 @@ class ShardFile:
             except OSError as error:
                 what = f"{extent.nbytes} bytes of a shard could not be written"
                 self.note(f"{what}: {error.strerror}; load the last checkpoint")
+
+
+def _write(fd: int, tensor: torch.Tensor, offset: int) -> None:
+    """Write the bytes of ``tensor``, contiguous on the host, at ``offset`` of a file."""
+    left = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    while left:
+        written = os.pwrite(fd, left, offset)
+        left, offset = left[written:], offset + written
 
 
 def _madvise(address: int, nbytes: int, advice: int) -> None:

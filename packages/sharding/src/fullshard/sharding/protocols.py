@@ -21,6 +21,7 @@ __all__ = [
     "FallibleOffload",
     "FixedReshard",
     "FullWidth",
+    "GradientOffload",
     "ModuleCasts",
     "NoOffload",
     "Offload",
@@ -114,6 +115,17 @@ class FallibleOffload(Offload, Protocol):
 
     def take_error(self) -> str:
         """Return the first error since the last call; empty if there was none."""
+
+
+class GradientOffload(Offload, Protocol):
+    """An offload that declares ``stores_gradients``: ``stage_out`` stores gradients, too.
+
+    The engine calls ``stage_out`` for a gradient after its reduction, not at the end of the
+    backward. Accumulation, clipping and steps call ``read_in`` for one gradient after another.
+    """
+
+    def read_in(self, gradient: torch.Tensor) -> bool:
+        """Bring a gradient into memory before the host reads it; False if that is not possible."""
 
 
 class ReshardPolicy(Protocol):

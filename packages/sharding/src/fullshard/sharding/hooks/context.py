@@ -197,7 +197,7 @@ class RootContext:
         if not torch.is_grad_enabled():  # else backward follows
             release_frames()
             if self._fallible and not raised:
-                raise_errors_of_ranks(self._fallible)
+                raise_errors_of_ranks(self._fallible, self.shared.queue)
         if raised:
             leave_collectives(sys.exception())
 
@@ -304,7 +304,7 @@ class RootContext:
         for waiting in self._buckets.reductions:
             self.shared.queue.launch(waiting.pop())
         if self._fallible:
-            raise_errors_of_ranks(self._fallible)
+            raise_errors_of_ranks(self._fallible, self.shared.queue)
         if not error:
             self.shared.queue.seal()
         if is_last:

@@ -13,6 +13,7 @@ from fullshard.sharding.base.comparison import Comparison
 from fullshard.sharding.base.policies import declares
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.protocols import FallibleOffload
+from fullshard.sharding.reduce.reduction import ReductionQueue
 
 __all__ = ["error_of_this_rank", "may_fail", "raise_errors_of_ranks"]
 
@@ -33,12 +34,17 @@ def error_of_this_rank(groups: Sequence[FSDPParamGroup]) -> str:
     return "; ".join(filter(None, found))
 
 
-def raise_errors_of_ranks(groups: Sequence[FSDPParamGroup]) -> None:
+def raise_errors_of_ranks(groups: Sequence[FSDPParamGroup], queue: ReductionQueue) -> None:
     """Raise if an offload policy of ``groups`` failed on a rank; all ranks call it together.
+
+    Args:
+        groups: the groups with policies that may fail.
+        queue: the reductions of the root, whose gradients are stored first.
 
     Raises:
         RuntimeError: on every rank, with the errors of all.
     """
+    queue.store_early()
     mine = error = error_of_this_rank(groups)
     process_groups = {pg: each.device for each in groups for pg in each.mesh_info.process_groups}
     for process_group, device in process_groups.items():

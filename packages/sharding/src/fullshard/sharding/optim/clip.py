@@ -8,7 +8,7 @@ how often.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import SupportsFloat
 
 import torch
@@ -30,9 +30,11 @@ from fullshard.sharding.base.compat import (
     untraced,
 )
 from fullshard.sharding.optim.norm_group import NormGroup, Parameters, norm_group_of
+from fullshard.sharding.protocols import GradientOffload
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
+_Stores = dict[int, GradientOffload]
 _NAME = "the norm of gradients"
 _EPSILON = 1e-6  # torch's: a norm of 0 must not divide
 _SMALL = 1024  # elements, on average; see [Note: small gradients]
@@ -94,9 +96,11 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
     scale = (limit / (total + _EPSILON)).clamp_(max=1.0)
     shards = zip(gradients, local_shards(gradients), strict=True)
     local = [g if shard is None else shard for g, shard in shards if g is not None]
+    stores = _stores_of(group, local_shards(gradients))
     for same in _alike(local, fused):
         there = scale.to(same[0].device, same[0].dtype)  # as torch, whose products are of one dtype
-        foreach_scale(same, there)
+        for part in _in_turn(same, stores):
+            foreach_scale(part, there)
     return total
 
 
@@ -152,11 +156,12 @@ def _total(
         return torch.tensor(0.0)
     exact = torch.float64 if traits_of(group.device).float64 else torch.float32
     parts = _cut_as_parameters(group, gradients)
+    stores = _stores_of(group, parts)
     found = []
     for weight, indices in group.by_weight.items():
         counted = [part for i in indices if (part := parts[i]) is not None and part.numel() > 0]
         for same in _alike(counted, fused):
-            norms = _norms(same, order, fused).to(group.device, exact)
+            norms = _norms(same, order, fused, stores).to(group.device, exact)
             found.append(norms if math.isinf(order) else norms.pow_(order).mul_(weight))
     if math.isinf(order):
         total = _largest(found, group, exact)
@@ -204,7 +209,25 @@ def _largest(norms: list[torch.Tensor], group: NormGroup, exact: torch.dtype) ->
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 
-def _norms(gradients: list[torch.Tensor], order: float, fused: bool) -> torch.Tensor:
+def _stores_of(group: NormGroup, parts: Sequence[torch.Tensor | None]) -> _Stores:
+    """Return the policy that stores a part, by the id of the part."""
+    return {id(parts[at]): store for at, store in group.stores}
+
+
+def _in_turn(tensors: list[torch.Tensor], stores: _Stores) -> Iterator[list[torch.Tensor]]:
+    """Yield ``tensors``; one after another, each in memory, if any of them may be stored."""
+    if not stores:
+        yield tensors
+        return
+    for each in tensors:
+        if store := stores.get(id(each)):
+            store.read_in(each)
+        yield [each]
+
+
+def _norms(
+    gradients: list[torch.Tensor], order: float, fused: bool, stores: _Stores
+) -> torch.Tensor:
     """Return norms of ``gradients``, which are of one device and dtype, as a vector.
 
     16-bit floats are added in float32, and their norm stays so. [Note: small gradients] On a CPU
@@ -218,7 +241,8 @@ def _norms(gradients: list[torch.Tensor], order: float, fused: bool) -> torch.Te
         norm: torch.Tensor = torch.linalg.vector_norm(flat, order, dtype=torch.float64)
         return norm.view(1)
     dtype = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else None
-    return torch.stack(foreach_norm(gradients, order, dtype))
+    parts = _in_turn(gradients, stores)
+    return torch.stack([norm for part in parts for norm in foreach_norm(part, order, dtype)])
 
 
 def _alike(tensors: list[torch.Tensor], fused: bool) -> list[list[torch.Tensor]]:

@@ -54,7 +54,8 @@ from fullshard.sharding.optim.shadow import (
     moved_to_step,
     shadow_of,
 )
-from fullshard.sharding.params.lookup import owner_of
+from fullshard.sharding.params.lookup import gradient_store_of, owner_of
+from fullshard.sharding.protocols import GradientOffload
 
 __all__ = ["ShadowOptimizer", "are_same", "open_on", "params_in", "place_state"]
 
@@ -70,6 +71,10 @@ def params_in(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
 def are_same(found: Collection[Any], known: Collection[Any]) -> bool:
     """Return whether both hold identical objects: ``==`` of tensors is another question."""
     return len(found) == len(known) and all(map(is_, found, known))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _objects_in(state: Mapping[Any, Any]) -> list[Any]:
@@ -147,6 +152,7 @@ class ShadowOptimizer:
         self._stepped: list[nn.Parameter] = []
         self._locals: list[torch.Tensor] = []
         self._addresses: list[int] = []  # of those
+        self._stores: list[tuple[int, GradientOffload]] = []  # by place, of those that have one
         self._all: list[Any] = []  # shadows, and the other parameters themselves, in order
         self._state: Any = {}
         self._seen = _Contents({})  # what was in the user's state
@@ -210,6 +216,8 @@ class ShadowOptimizer:
         self._addresses = addresses_of(self._locals)
         self._all = [self._of[each].stepped if each in self._of else each for each in params]
         self.copies = {param: shadow for param, shadow in self._of.items() if shadow.mover}
+        stores = map(gradient_store_of, self._of)
+        self._stores = [(at, store) for at, store in enumerate(stores) if store is not None]
 
     def _show_state(self, optimizer: Optimizer) -> None:
         """Make the stepped state from the user's state again, and remember the objects of both."""
@@ -236,6 +244,9 @@ class ShadowOptimizer:
                     if gradient is not None:
                         shadow.local_of(gradient)
             gradients = local_shards(gradients)
+        for at, store in self._stores:
+            if (gradient := gradients[at]) is not None:
+                store.read_in(_local(gradient))
         if self.copies:
             gradients = [
                 gradient

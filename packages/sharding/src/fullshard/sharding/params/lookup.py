@@ -13,13 +13,17 @@ the storage itself would pull it away from them. Gradients go, too.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
 from fullshard.sharding.base.compat import empty_data
+from fullshard.sharding.base.policies import declares
 from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.protocols import GradientOffload
 
-__all__ = ["owner_of", "release_replaced", "set_owner", "sharded_of"]
+__all__ = ["gradient_store_of", "owner_of", "release_replaced", "set_owner", "sharded_of"]
 
 _ATTRIBUTE = "_fullshard_owner"
 
@@ -34,6 +38,14 @@ def sharded_of(param: torch.Tensor) -> torch.Tensor:
     """Return the sharded parameter for ``param``, or ``param`` itself if it is not sharded."""
     owner = owner_of(param)
     return param if owner is None else owner.sharded
+
+
+def gradient_store_of(param: torch.Tensor) -> GradientOffload | None:
+    """Return the offload policy that stores the gradients of ``param``; None if none does."""
+    owner = owner_of(param)
+    if owner is None or not declares(owner.offload, "stores_gradients"):
+        return None
+    return cast(GradientOffload, owner.offload)
 
 
 def set_owner(param: nn.Parameter, owner: FSDPParam) -> None:

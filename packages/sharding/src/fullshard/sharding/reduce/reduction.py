@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress, islice, repeat
 from operator import is_not
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ from fullshard.sharding.base.compat import (
 from fullshard.sharding.base.policies import declares
 from fullshard.sharding.params.lost_data import NotedStorage
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.protocols import Offload, WireForms
+from fullshard.sharding.protocols import GradientOffload, Offload, WireForms
 from fullshard.sharding.reduce.strategies import Gradients, InFlight, Launch, PlainReduce
 
 __all__ = ["ReadyReductions", "ReduceSettings", "ReductionQueue", "ReductionSetup", "SharedComm"]
@@ -128,6 +128,11 @@ class ReductionSetup:
         policies = [param.offload for param in self.params]
         return {id(each): each for each in policies if not declares(each, "stages_out_nothing")}
 
+    @cached_property
+    def stores_gradients(self) -> bool:
+        """Whether a policy of them stores gradients; see ``GradientOffload``."""
+        return any(declares(each, "stores_gradients") for each in self.offloads.values())
+
 
 ReadyReductions = Sequence[tuple[ReductionSetup, Gradients]]
 """Reductions that are to be launched now, and the full gradients on their way into each."""
@@ -141,7 +146,7 @@ class _Pending:
 
     Attributes:
         setup: what it carries.
-        in_flight: the reduce-scatter, with what follows it.
+        in_flight: the reduce-scatter, with what follows it; None: its result is staged.
         gives_gradients: whether it gives gradients; else they are kept for a later one.
         used_here: whether this rank had a gradient for each, if it lacked one, so that the
             used-parameter mask has to be read.
@@ -149,10 +154,26 @@ class _Pending:
     """
 
     setup: ReductionSetup
-    in_flight: InFlight
+    in_flight: InFlight | None
     gives_gradients: bool
     used_here: Sequence[bool] | None
     staged: list[tuple[FSDPParam, torch.Tensor]] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """Wait for the reduce-scatter, and launch what follows."""
+        if self.in_flight is not None:
+            self.in_flight.finish()
+
+    def store_early(self) -> None:
+        """Stage the result out and free its memory, if its policy stores gradients.
+
+        A result with a user's hook waits for the end of backward. So does a result of which this
+        rank lacked a gradient: the host must read the used-parameter mask first.
+        """
+        waits = self.used_here is not None or self.setup.settings.hook is not None
+        if self.setup.stores_gradients and self.in_flight is not None and not waits:
+            self.stage_out(self.in_flight.wait(), None)
+            self.in_flight = None
 
     def stage_out(self, result: ReducedShards, used: Sequence[bool] | None) -> None:
         """Begin to bring the gradients of the ``used`` parameters where they live; None: all."""
@@ -178,7 +199,7 @@ class _Pending:
                     made: Any = make_dtensor(gradient, param.spec)
                     made.noted_storage = NotedStorage((made.untyped_storage(),))
                     sharded.grad = made
-                else:
+                elif not self.setup.stores_gradients or _is_read(param, present, gradient):
                     local_shard(present).add_(gradient)
                 if hooks_after_accumulation(sharded):
                     told.append(sharded)
@@ -204,7 +225,9 @@ class ReductionQueue:
             for name in setup.names if LISTENERS else ():
                 emit(EventKind.REDUCE, name, rank=setup.rank)
             while len(self._travelling) >= setup.config.inputs_in_flight:
-                self._travelling.popleft().in_flight.finish()
+                oldest = self._travelling.popleft()
+                oldest.finish()
+                oldest.store_early()
             used_here = list(map(is_not, gradients, repeat(None)))
             reduction = _Pending(
                 setup=setup,
@@ -229,21 +252,24 @@ class ReductionQueue:
         # reduction has nothing to launch: `wait` below is the only wait for it, on every device.
         for reduction in pending:
             if reduction.setup.strategy.has_second_reduction:
-                reduction.in_flight.finish()
-        results, lacking = [], []
+                reduction.finish()
+        waiting, lacking = list[tuple[_Pending, ReducedShards]](), []
         for reduction in pending:
+            if reduction.in_flight is None:
+                continue
             result = reduction.in_flight.wait()
             if reduction.gives_gradients and reduction.setup.settings.hook is not None:
                 _call_hook(reduction.setup, result.output)
-            results.append(result)
+            waiting.append((reduction, result))
             if reduction.used_here is not None:
                 lacking.append((result, reduction.used_here))
         masks = iter(_read_masks(lacking) if lacking else ())
         offloads = {}  # one wait for many gradients that travel home
-        for reduction, result in zip(pending, results, strict=True):
+        for reduction, result in waiting:
             reduction.stage_out(result, None if reduction.used_here is None else next(masks))
+        for reduction in pending:
             for key, offload in reduction.setup.offloads.items():
-                offloads[key, result.output.device] = offload
+                offloads[key, reduction.setup.config.device] = offload
         for (_, device), offload in offloads.items():
             offload.arrived(device)
         committed = list(map(_Pending.commit, pending))
@@ -253,6 +279,11 @@ class ReductionQueue:
                     hook(param)
             for name in reduction.setup.names if reduction.gives_gradients and LISTENERS else ():
                 emit(EventKind.REDUCE_DONE, name, rank=reduction.setup.rank)
+
+    def store_early(self) -> None:
+        """Stage out the results that go to policies that store gradients."""
+        for reduction in self._pending:
+            reduction.store_early()
 
     def seal(self) -> None:
         """Declare that the backwards of all reductions so far ended well."""
@@ -270,7 +301,8 @@ class ReductionQueue:
     def discard(self) -> None:
         """Wait for all launched reductions, and discard their results."""
         for reduction in self._take_all():
-            reduction.in_flight.discard()
+            if reduction.in_flight is not None:
+                reduction.in_flight.discard()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -297,6 +329,12 @@ class SharedComm:
         streams = CommStreams(device)
         source = BufferSource() if traits_of(device).queued else BufferPool()
         return cls(streams=streams, queue=ReductionQueue(), source=source)
+
+
+def _is_read(param: FSDPParam, present: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Return whether both gradients of ``param`` could be read; if not, the policy has an error."""
+    offload = cast(GradientOffload, param.offload)
+    return all(map(offload.read_in, (local_shard(present), gradient)))
 
 
 def _read_masks(

@@ -1,0 +1,241 @@
+"""Gradients in files: the steps of the run without, when they are stored, errors of a disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard.optim import FileTier, OffloadedOptimizer, OverlappedStep
+from fullshard.policies import CPUOffloadPolicy, FileOffloadPolicy, MixedPrecisionPolicy, shard_file
+from fullshard.sharding import FSDPModule, NoOffload, fully_shard, grad_norm
+from support.optim.offloaded import Program, adamw, assert_equal_runs, part
+from support.ranks import distributed
+from support.surface.model import Net, batch, build, sharded
+from support.surface.ranks import everyone
+
+REDUCED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+NARROW = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+PROGRAMS = {
+    "accumulation and clipping": Program(micro_batches=3, clip=0.1),
+    "gradients that become zeros": Program(micro_batches=2, clip=0.1, set_to_none=False),
+    "reduced wider": Program(micro_batches=2, arguments={"mp_policy": REDUCED}),
+    "reduced narrower": Program(arguments={"mp_policy": NARROW}),
+    "closure": Program(lambda model: adamw(model, foreach=False), closure=True),
+    "fused": Program(lambda model: adamw(model, fused=True)),
+}
+
+
+def in_file(folder: Path, **options: Any) -> FileOffloadPolicy:
+    """A policy with all shards and gradients in the file, and one or two of them in memory."""
+    options = {"resident_mb": 0.01, "read_ahead_mb": 0.005, "min_bytes": 1, **options}
+    return FileOffloadPolicy(folder, gradients=True, **options)
+
+
+def apart(net: Net, **arguments: Any) -> Any:
+    """``net``, sharded, each group of which reduces by itself."""
+    model: Any = sharded(net, **arguments)
+    model.set_reduce_bucket_cap(0)
+    return model
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    return [part(param.grad) for param in model.parameters()]
+
+
+def assert_in_file(model: nn.Module, policy: FileOffloadPolicy) -> None:
+    gradients = [each for each in gradients_of(model) if each.numel()]
+    assert gradients
+    assert all(policy._file.find(each) is not None for each in gradients)
+
+
+# -- the same steps -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@distributed(2)
+def test_steps_equal_those_with_gradients_in_memory(name: str, tmp_path: Path) -> None:
+    program, policy = PROGRAMS[name], in_file(tmp_path)
+    mine = apart(build(), **program.arguments, offload_policy=policy)
+    theirs = apart(build(), **program.arguments)
+    one, other = program.make(mine), program.make(theirs)
+    program.run(mine, one, range(3))
+    program.run(theirs, other, range(3))
+    assert_equal_runs(mine, one, theirs, other)
+    assert_in_file(mine, policy)
+    assert all(map(torch.equal, gradients_of(mine), gradients_of(theirs)))
+    assert list(tmp_path.iterdir()) == []
+
+
+@distributed(2)
+def test_steps_of_replicas_are_equal(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+    policy, program = in_file(tmp_path), Program(micro_batches=2, clip=0.1)
+    mine, theirs = apart(build(), mesh=mesh, offload_policy=policy), apart(build(), mesh=mesh)
+    one, other = adamw(mine), adamw(theirs)
+    program.run(mine, one, range(3))
+    program.run(theirs, other, range(3))
+    assert_equal_runs(mine, one, theirs, other)
+    assert_in_file(mine, policy)
+
+
+@pytest.mark.device(paces=True)
+@distributed(2)
+def test_steps_with_parameters_gradients_and_state_in_files_are_equal(tmp_path: Path) -> None:
+    policy = in_file(tmp_path)
+    on_host = CPUOffloadPolicy()  # norms of a device are rounded otherwise
+    mine, theirs = apart(build(), offload_policy=policy), apart(build(), offload_policy=on_host)
+    one = OffloadedOptimizer(adamw(mine), FileTier(tmp_path, bucket_mb=1e-4, min_bytes=1))
+    other = adamw(theirs)
+    Program(micro_batches=2, clip=0.1).run(mine, one, range(3))
+    Program(micro_batches=2, clip=0.1).run(theirs, other, range(3))
+    for name, param in mine.named_parameters():
+        assert torch.equal(part(param), part(dict(theirs.named_parameters())[name]))
+    assert_in_file(mine, policy)
+    assert policy.statistics.resident_bytes <= 0.01 * 2**20
+
+
+@distributed(2)
+def test_steps_beside_backward_are_equal(tmp_path: Path) -> None:
+    policy = in_file(tmp_path)
+    mine, theirs = apart(build(), offload_policy=policy), apart(build())
+    one, other = OverlappedStep(adamw(mine), mine), adamw(theirs)
+    for step in range(3):
+        for model in (mine, theirs):
+            model(batch(2 * step)).square().mean().backward()
+        with one.overlap():
+            mine(batch(2 * step + 1)).square().mean().backward()
+        theirs(batch(2 * step + 1)).square().mean().backward()
+        assert_in_file(mine, policy)
+        assert torch.equal(grad_norm(mine), grad_norm(theirs))
+        for optimizer in (one, other):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal_runs(mine, one, theirs, other)
+
+
+class Fork(nn.Module):
+    """A model of which a rank may use one part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
+        out: torch.Tensor = self.one(x) + (self.other(x) if both else 0)
+        return out
+
+
+@distributed(2)
+def test_gradients_that_only_some_ranks_have_are_equal(tmp_path: Path) -> None:
+    policy, both = in_file(tmp_path), torch.distributed.get_rank() == 0
+    found = []
+    for offload in (policy, NoOffload()):
+        torch.manual_seed(0)
+        model = fully_shard(Fork(), offload_policy=offload)
+        for used in (both, False):
+            model(torch.ones(2, 8), both=used).square().sum().backward()
+        found.append(gradients_of(model))
+        if offload is policy:
+            assert_in_file(model, policy)
+    assert all(map(torch.equal, *found))
+
+
+# -- when they are stored -------------------------------------------------------------------------
+
+
+@distributed(2)
+def test_a_gradient_is_stored_before_backward_ends(tmp_path: Path) -> None:
+    policy = in_file(tmp_path)
+    model, stored = apart(build(), offload_policy=policy), list[int]()
+    inputs = batch().requires_grad_()
+    model(batch()).square().mean().backward()
+    model.zero_grad()
+    before = policy._file.space.nbytes - policy._file.space.spare_bytes
+    inputs.register_hook(
+        lambda gradient: stored.append(
+            policy._file.space.nbytes - policy._file.space.spare_bytes - before
+        )
+    )
+    model(inputs).square().mean().backward()
+    assert stored[0] > 0
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@distributed(2)
+def test_a_backward_that_raises_leaves_gradients_and_no_space_in_use(tmp_path: Path) -> None:
+    policy = in_file(tmp_path)
+    model = apart(build(), offload_policy=policy)
+    model(batch()).square().mean().backward()
+    before, sizes = [each.clone() for each in gradients_of(model)], set()
+
+    def broken(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    for _ in range(3):
+        inputs = batch(1).requires_grad_()
+        inputs.register_hook(broken)
+        with pytest.raises(ArithmeticError):
+            model(inputs).square().mean().backward()
+        model.reset_iter_state()
+        assert all(map(torch.equal, gradients_of(model), before))
+        sizes.add(policy.statistics.file_bytes)
+    assert len(sizes) == 1
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+@distributed(2)
+def test_a_full_disk_is_an_error_on_all_ranks_and_loses_nothing(tmp_path: Path) -> None:
+    policy = in_file(tmp_path)
+    model, expected = apart(build(), offload_policy=policy), apart(build())
+    optimizer, other = adamw(model), adamw(expected)
+    for each in (model, expected):
+        each(batch()).square().mean().backward()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if torch.distributed.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (policy.statistics.file_bytes, hard))
+        with pytest.raises(RuntimeError, match=r"rank 1: no space for \d+ bytes of a gradient"):
+            model(batch(1)).square().mean().backward()
+        everyone("together")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert isinstance(model, FSDPModule)
+    model.reset_iter_state()
+    assert all(map(torch.equal, gradients_of(model), gradients_of(expected)))
+    for each, one in ((model, optimizer), (expected, other)):
+        each(batch(1)).square().mean().backward()
+        one.step()
+    assert_equal_runs(model, optimizer, expected, other)
+    assert_in_file(model, policy)
+
+
+def test_a_gradient_that_cannot_be_read_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = in_file(tmp_path, resident_mb=0, read_ahead_mb=0)
+    first, last = (policy.stage_out(torch.full((2048,), float(n))) for n in range(2))
+    policy._file._dropper.submit(int).result()  # after the first was dropped
+    assert policy.read_in(first) and first[0] == 0
+
+    def broken(failed: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(shard_file, "_checked", broken)
+    assert not policy.read_in(last)
+    assert "8192 bytes of a shard could not be" in policy.take_error()
+
+
+def test_without_the_option_gradients_stay_in_memory(tmp_path: Path) -> None:
+    policy, gradient = FileOffloadPolicy(tmp_path, min_bytes=1), torch.ones(8)
+    assert policy.stage_out(gradient) is gradient
+    assert not policy.stores_gradients
