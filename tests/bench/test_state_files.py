@@ -19,7 +19,7 @@ def test_all_sides_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["state-files", *given, "--micro-batches", "2", "--disk-mb-s", "500"]) == 0
     text = capsys.readouterr().out
     rows = re.findall(r"(?m)^\| gpt-tiny \| (\w+) \| ([\d.]+) \|", text)
-    assert [side for side, _ in rows] == ["none", "memory", "beside", "files"]
+    assert [side for side, _ in rows] == ["none", "memory", "beside", "files", "all"]
     assert all(float(milliseconds) >= 0 for _, milliseconds in rows)
     for bar in ("the larger of computing and I/O", "forward and backward alone", "the peak with"):
         assert len(re.findall(rf"(?m)^- gpt-tiny: .*{bar}", text)) == 1

@@ -26,7 +26,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.optim import FileTier, OffloadedOptimizer, OverlappedStep
-from fullshard.sharding import fully_shard
+from fullshard.policies import FileOffloadPolicy, OffloadPolicy
+from fullshard.sharding import Offload, fully_shard
 from fullshard_bench.errors import BenchError
 from fullshard_bench.launching.machine import describe_machine, describe_versions
 from fullshard_bench.models.registry import make_workload
@@ -42,7 +43,7 @@ __all__ = [
 
 _WARM = 2  # steps that are not counted: the first makes the state
 _STEPS = 3
-_SIDES = ("none", "memory", "beside", "files")
+_SIDES = ("none", "memory", "beside", "files", "all")
 _MIB = 2**20
 _MORE = 64  # MiB that a rank may take beyond its parameters and three groups
 
@@ -58,6 +59,7 @@ class StateFiles:
         tokens: tokens of a micro-batch on a rank.
         tier: where and how state is kept.
         disk_mb_s: MB per second that all ranks together may read and write; 0: as the disk can.
+        resident_mb: MiB of parameters and gradients in memory where all is in files.
     """
 
     ranks: int
@@ -66,6 +68,7 @@ class StateFiles:
     tokens: int
     tier: FileTier
     disk_mb_s: float
+    resident_mb: float
 
 
 def add_state_files(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +81,9 @@ def add_state_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of a micro-batch on a rank")
     parser.add_argument(
         "--disk-mb-s", type=float, default=0.0, help="hold the tier's reads and writes to this rate"
+    )
+    parser.add_argument(
+        "--resident-mb", type=float, default=16, help="of parameters and gradients in files"
     )
     parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure")
     parser.add_argument("--output", type=Path, help="a JSON file, and the table beside it")
@@ -100,6 +106,7 @@ def state_files_of(options: argparse.Namespace) -> StateFiles:
         tokens=options.tokens,
         tier=tier,
         disk_mb_s=options.disk_mb_s,
+        resident_mb=options.resident_mb,
     )
 
 
@@ -131,6 +138,7 @@ def measure_state_files(models: Sequence[str], asked: StateFiles) -> dict[str, A
         "tokens": asked.tokens,
         "disk_mb_s": asked.disk_mb_s,
         "bucket_mb": asked.tier.bucket_mb,
+        "resident_mb": asked.resident_mb,
         "machine": describe_machine(),
         "versions": describe_versions(),
         "models": found,
@@ -151,11 +159,12 @@ def table_of_state_files(result: dict[str, Any]) -> str:
         f"{result['tokens']} tokens; buckets of {result['bucket_mb']:g} MiB; "
         + (f"reads and writes held to {disk:g} MB/s for all ranks" if disk else "disk as it is")
         + f"; of {result['turns']} turns the smallest median of a time, and the median peak. "
-        "The peak counts what a rank has beyond its start.",
+        "Peaks count what a rank has beyond its start.",
         "",
         "| model | state | after backward, ms | waits for the disk, ms | whole step, ms "
-        "| I/O of all ranks at that rate, ms | peak, MiB | of that shared, MiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| I/O of all ranks at that rate, ms | peak, MiB | of that shared, MiB "
+        "| anonymous alone, MiB | pages of files alone, MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     bars = []
     for model, sides in result["models"].items():
@@ -164,7 +173,8 @@ def table_of_state_files(result: dict[str, Any]) -> str:
             rows.append(
                 f"| {model} | {side} | {each['optimizer_ms']:.1f} | {each['wait_ms']:.1f} "
                 f"| {each['step_ms']:.1f} | {io} | {each['peak_mib']:.0f} "
-                f"| {each['shared_mib']:.0f} |"
+                f"| {each['shared_mib']:.0f} | {each['anonymous_mib']:.0f} "
+                f"| {each['mapped_mib']:.0f} |"
             )
         bars += _bars(model, sides, disk)
     return "\n".join([*rows, "", _SIDES_EXPLAINED, "", *bars, ""])
@@ -172,7 +182,9 @@ def table_of_state_files(result: dict[str, Any]) -> str:
 
 _SIDES_EXPLAINED = (
     "none: no optimizer; memory: state in memory; beside: `OverlappedStep`, state in memory; "
-    "files: `OffloadedOptimizer` with a `FileTier`."
+    "files: `OffloadedOptimizer` with a `FileTier`; all: also `FileOffloadPolicy` with "
+    "`gradients=True`, whose reads and writes are not held to a rate. Pages of files are those of "
+    "libraries, too, and the last two columns have a peak each."
 )
 
 
@@ -210,14 +222,15 @@ def _run_rank(rank: int, asked: StateFiles, model: str, side: str, results: str)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=asked.ranks)
     if asked.disk_mb_s:
         _hold_disk_to(asked.disk_mb_s * 1e6 / asked.ranks)
-    start = _resident("VmRSS")
+    start, kinds = _resident("VmRSS"), _Peaks()
     workload = make_workload(model, Shape(rows=1, tokens=asked.tokens))
     torch.manual_seed(0)
     net = workload.build()
     units = [*workload.units(net), net]
     group_bytes = [_own_nbytes(unit, units) for unit in units]
+    offload = _offload(side, asked)
     for unit in units:
-        fully_shard(unit)
+        fully_shard(unit, offload_policy=offload)
     optimizer = _optimizer(side, net, asked.tier)
     batch = workload.batch(torch.Generator().manual_seed(rank))
     optimizer_ms, step_ms, waited, moved = [], [], 0.0, 0.0
@@ -225,6 +238,7 @@ def _run_rank(rank: int, asked: StateFiles, model: str, side: str, results: str)
         if number == _WARM:
             waited, moved = _traffic(optimizer)
             Path("/proc/self/clear_refs").write_text("5")  # begins a new peak
+            kinds.begin()
         dist.barrier()
         began = time.perf_counter()
         for each in range(asked.micro_batches):
@@ -239,6 +253,7 @@ def _run_rank(rank: int, asked: StateFiles, model: str, side: str, results: str)
         net.zero_grad()
         optimizer_ms.append(1000 * (ended - between))
         step_ms.append(1000 * (ended - began))
+    kinds.end()
     waited_after, moved_after = _traffic(optimizer)
     result = {
         "optimizer_ms": statistics.median(optimizer_ms[_WARM:]),
@@ -247,6 +262,8 @@ def _run_rank(rank: int, asked: StateFiles, model: str, side: str, results: str)
         "io_mb": asked.ranks * (moved_after - moved) / _STEPS / 1e6,
         "peak_mib": (_resident("VmHWM") - start) / _MIB,
         "shared_mib": _resident("RssShmem") / _MIB,
+        "anonymous_mib": kinds.above_start["RssAnon"] / _MIB,
+        "mapped_mib": kinds.above_start["RssFile"] / _MIB,
         "shards_mib": sum(_nbytes(param) for param in net.parameters()) / _MIB,
         "group_mib": max(group_bytes) / _MIB,
     }
@@ -256,13 +273,55 @@ def _run_rank(rank: int, asked: StateFiles, model: str, side: str, results: str)
     dist.destroy_process_group()
 
 
+def _offload(side: str, asked: StateFiles) -> Offload:
+    if side != "all":
+        return OffloadPolicy()
+    return FileOffloadPolicy(
+        asked.tier.folder,
+        resident_mb=asked.resident_mb,
+        read_ahead_mb=asked.resident_mb / 2,
+        gradients=True,
+    )
+
+
+class _Peaks:
+    """The peaks of kinds of resident memory, which a thread reads every few milliseconds.
+
+    Linux keeps only the peak of the sum.
+
+    Attributes:
+        above_start: bytes by kind, in Linux's words, above those at the start.
+    """
+
+    def __init__(self) -> None:
+        """Note how much there is at the start."""
+        self.above_start = {"RssAnon": 0, "RssFile": 0}
+        self._start = {kind: _resident(kind) for kind in self.above_start}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def begin(self) -> None:
+        """Look from now on."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Look no more."""
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.005):
+            for kind, start in self._start.items():
+                self.above_start[kind] = max(self.above_start[kind], _resident(kind) - start)
+
+
 def _optimizer(
     side: str, net: nn.Module, tier: FileTier
 ) -> torch.optim.Optimizer | OverlappedStep | None:
     if side == "none":
         return None
     plain = torch.optim.AdamW(net.parameters(), fused=True)
-    if side == "files":
+    if side in ("files", "all"):
         return OffloadedOptimizer(plain, tier)
     return OverlappedStep(plain, net) if side == "beside" else plain
 
