@@ -173,10 +173,11 @@ from fullshard.policies import FileOffloadPolicy
 from fullshard.sharding import NoOffload, fully_shard
 
 torch.set_num_threads(1)
-folder, files = sys.argv[1], sys.argv[2] == "files"
+folder, side = sys.argv[1:]
 store = dist.HashStore()
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-policy = FileOffloadPolicy(folder, resident_mb=8, read_ahead_mb=4) if files else NoOffload()
+caps = {"resident_mb": 8, "read_ahead_mb": 4, "gradients": side == "gradients"}
+policy = NoOffload() if side == "memory" else FileOffloadPolicy(folder, **caps)
 
 def peak():
     status = Path("/proc/self/status").read_text().split()
@@ -219,17 +220,19 @@ def _run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.matrix
 def test_the_peak_of_a_process_does_not_contain_the_parameters(tmp_path: Path) -> None:
-    """96 MiB of parameters, of which 8 stay in memory, and gradients of 96 MiB in memory."""
+    """96 MiB of parameters, of which 8 stay in memory, and gradients of 96 MiB, or 8 with them."""
     folder = tmp_path / "files"
     folder.mkdir()
     found = {}
-    for side in ("files", "memory"):
+    for side in ("files", "memory", "gradients"):
         ended = _run(_PROGRAM, str(folder), side)
         assert ended.returncode == 0, ended.stderr
         found[side] = json.loads(ended.stdout)
-    (inference, training), (inference_in_memory, training_in_memory) = found.values()
+    inference, training = found["files"]
+    inference_in_memory, training_in_memory = found["memory"]
     assert inference < 64 < 96 <= inference_in_memory
     assert training < training_in_memory - 48
+    assert found["gradients"][1] < training - 48
     assert list(folder.iterdir()) == []
 
 
