@@ -110,7 +110,7 @@ def test_every_tool_and_dependency_has_one_pinned_version() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
-    wanted = {name.partition(">")[0] for group in groups.values() for name in group}
+    wanted = {re.split(r"[>\[]", name)[0] for group in groups.values() for name in group}
     for member in MEMBERS:
         wanted |= set(_requirements(member)) - NAMES
     assert wanted <= set(pins)
