@@ -1,4 +1,4 @@
-"""The program that every launcher starts: what it trains, where it continues, and under TrainJob."""
+"""The program that every launcher starts: what it trains, where it continues, and its TrainJob."""
 
 from __future__ import annotations
 
