@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from support.members import ROOT
+from support.members import MEMBERS, ROOT
 
 LAUNCH = ROOT / "examples" / "launch"
 SLURM = LAUNCH / "slurm.sbatch"
@@ -94,6 +95,35 @@ def test_before_the_time_is_over_ranks_save_and_the_job_is_queued_again(tmp_path
     assert (tmp_path / "scontrol.called").read_text() == f"requeue {os.getpid()}\n"
 
 
+@pytest.mark.matrix
+def test_the_program_saves_when_slurm_warns_and_continues_when_it_is_queued_again(
+    tmp_path: Path,
+) -> None:
+    out, sources = tmp_path / "run", [str(member.folder / "src") for member in MEMBERS]
+    environment = {
+        **_slurm(tmp_path, STAND_INS),
+        "OUT": str(out),
+        "PYTHONPATH": os.pathsep.join(sources),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = ["bash", str(SLURM), str(LAUNCH / "train.py")]
+    endless = {**environment, "STEPS": "1000000"}
+    with subprocess.Popen(command, cwd=tmp_path, env=endless, stderr=subprocess.PIPE) as job:
+        _wait_for([out / "losses.jsonl"], job)  # it trains
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=120) != 0
+    assert (tmp_path / "scontrol.called").read_text() == f"requeue {os.getpid()}\n"
+    done = _steps(out)
+    assert (out / f"step-{done[-1]:06}" / ".metadata").exists()
+    longer = {**environment, "STEPS": str(done[-1] + 5)}
+    subprocess.run(command, cwd=tmp_path, env=longer, check=True, timeout=120)
+    assert _steps(out) == list(range(1, done[-1] + 6))
+
+
+def _steps(out: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (out / "losses.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.parametrize(
     ("code", "queued"), [(0, False), (1, False), (137, False), (138, True), (143, True)]
 )
@@ -161,11 +191,9 @@ def test_the_pods_of_the_job_are_those_that_the_service_names(parts: dict[str, A
 
 @pytest.mark.matrix
 def test_the_command_of_a_pod_starts_its_ranks(parts: dict[str, Any], tmp_path: Path) -> None:
-    # In the trainer's place: a module that leaves what it was started with.
-    (tmp_path / "fullshard_train.py").write_text(
-        "import os, sys\n"
-        "said = os.environ['WORLD_SIZE'] + str(sys.argv[1:])\n"
-        "open(f\"rank-{os.environ['RANK']}\", 'w').write(said)\n"
+    program = tmp_path / "train.py"  # in the example's place: one that leaves how it was started
+    program.write_text(
+        "import os\nopen(f\"rank-{os.environ['RANK']}\", 'w').write(os.environ['WORLD_SIZE'])\n"
     )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -174,15 +202,13 @@ def test_the_command_of_a_pod_starts_its_ranks(parts: dict[str, Any], tmp_path: 
     environment = _path_with(tmp_path, {"torchrun": STAND_INS["torchrun"]})
     values = {"NNODES": "1", "GPUS": "2", "MASTER": "127.0.0.1", "OUT": "run"}
     ran = subprocess.run(
-        [*shell, command.replace("29500", str(port))],
+        [*shell, command.replace("29500", str(port)).replace("/shared/train.py", str(program))],
         cwd=tmp_path,
-        env={**environment, **values, "JOB_COMPLETION_INDEX": "0", "PYTHONPATH": str(tmp_path)},
+        env={**environment, **values, "JOB_COMPLETION_INDEX": "0"},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    for rank in range(2):
-        said = (tmp_path / f"rank-{rank}").read_text()
-        assert said == "2['--resume', 'auto', '--out', 'run']"
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["2", "2"]
