@@ -83,7 +83,8 @@ def _failing_once(how: str, then: Worker | None = None) -> Worker:
     """The example's worker, or another, whose rank 1 fails at a step of the first attempt."""
 
     def work(config: dict[str, Any]) -> None:
-        train, example = map(importlib.import_module, ("train", "ray_train"))
+        train: Any = importlib.import_module("train")
+        example: Any = importlib.import_module("ray_train")
         batch = train.batch
 
         def fails_once(step: int) -> Any:
@@ -103,7 +104,7 @@ def _failing_once(how: str, then: Worker | None = None) -> Worker:
 
 def _through_own_folders(config: dict[str, Any]) -> None:
     """As Ray's own guide does: each worker saves by torch into a folder of its own, Ray merges."""
-    train = importlib.import_module("train")
+    train: Any = importlib.import_module("train")
 
     class Written:
         def __init__(self, folder: str) -> None:

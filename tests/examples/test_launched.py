@@ -60,7 +60,7 @@ def _unsharded(script: ModuleType, steps: int) -> list[float]:
 def test_a_run_that_a_signal_stops_continues_with_the_losses_of_an_undisturbed_one(
     tmp_path: Path,
 ) -> None:
-    script = load_example("launch/train")
+    script: Any = load_example("launch/train")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     _train(script, whole, 25, _nothing)
     losses = _losses(whole)
@@ -88,7 +88,7 @@ def test_a_run_that_a_signal_stops_continues_with_the_losses_of_an_undisturbed_o
 
 @distributed(2)
 def test_a_run_continues_from_the_newest_complete_checkpoint_and_keeps_two(tmp_path: Path) -> None:
-    script = load_example("launch/train")
+    script: Any = load_example("launch/train")
     seen = list[tuple[int, list[str]]]()
 
     def saved(step: int, loss: float, folder: Path) -> None:
