@@ -54,11 +54,14 @@ def test_a_page_about_plans_has_choices_memory_parts_and_streams(tmp_path: Path)
     text = _own(tmp_path / "page.html")
     assert not SITE_FETCHED.search(text)
     memory, parts, again, _, streams = _figures(text)
-    (course,) = memory["data"]
-    assert max(course["y"]) * 2**20 == pytest.approx(plans[0].peak)
-    assert course["text"] == [str(place) for place in plans[0].course]
+    *layers, total = memory["data"]
+    assert max(total["y"]) * 2**20 == pytest.approx(plans[0].peak)
+    places = [each for each in plans[0].course if each.phase != "between steps"]
+    assert total["text"] == [*map(str, places), str(places[-1])]
+    sums = [sum(layer["y"][place] for layer in layers) for place in range(len(places))]
+    assert sums == pytest.approx(total["y"][:-1])
     assert sum(each["x"][0] for each in parts["data"]) * 2**20 == pytest.approx(plans[0].peak)
-    assert memory["layout"]["shapes"][0]["y0"] == 1  # the budget, in MiB
+    assert memory["layout"]["shapes"][-1]["y0"] == 1  # the budget, in MiB
     assert again["layout"].keys() == memory["layout"].keys()
     ran = sum(len(each["x"]) for each in streams["data"])
     assert ran == len(plans[1].time.spans)
@@ -88,7 +91,8 @@ def test_a_page_about_a_verdict_has_each_of_1000_parameters_and_modules(tmp_path
     text = _own(tmp_path / "page.html")
     assert len(re.findall(r"<tr><td>block\.\d+\.&lt;weight&gt;</td>", text)) == 1000
     (modules,) = _figures(text)
-    assert len(modules["data"][0]["x"]) == 1001
+    bars = dict(zip(modules["data"][0]["x"], modules["data"][0]["y"], strict=True))
+    assert bars == {"a": 1, "block": 1000}  # 1,001 bars would be a surface
     assert 'placeholder="filter 1001 rows"' in text
     assert "<td>a cause</td><td>shown</td><td>seen</td>" in text
 

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 
 from fullshard.preflight.commands.json_text import json_text
 from fullshard.preflight.commands.local_ranks import default_ranks, exit_code_of, share_cores
-from fullshard.preflight.pages.page import Figure, PageError, Table, write_page
+from fullshard.preflight.pages.page import Figure, PageError, Table, require_page, write_page
+from fullshard.preflight.pages.timelines import Bar, timeline_figure
 from fullshard.preflight.planning.memory.ledger import Ledger
 from fullshard.preflight.planning.memory.places import Places
 from fullshard.preflight.planning.memory.storages import Sharing, Storages
 from fullshard.preflight.tensors import local_tensors
 
 __all__ = [
+    "Bar",
     "Figure",
     "Ledger",
     "PageError",
@@ -24,8 +26,10 @@ __all__ = [
     "exit_code_of",
     "json_text",
     "local_tensors",
+    "require_page",
     "run_command",
     "share_cores",
+    "timeline_figure",
     "write_page",
 ]
 

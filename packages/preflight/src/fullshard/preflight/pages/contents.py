@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from fullshard.preflight.pages.page import Figure, Table, Text
+from fullshard.preflight.pages.timelines import Bar, timeline_figure
+from fullshard.preflight.planning.memory.ledger import Category
 from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.timeline import Timeline
 from fullshard.preflight.races.report import RaceReport
@@ -15,6 +17,16 @@ from fullshard.preflight.verification.verdict import Verdict
 __all__ = ["plan_parts", "races_parts", "verdict_parts"]
 
 _MIB = 2**20
+_GREY = "#888"  # on white as on black
+_COLOURS = dict(
+    zip(
+        Category,
+        ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f",
+         "#bcbd22", "#17becf"),
+        strict=True,
+    )
+)  # fmt: skip
+_MOST_MODULES = 120  # bars of more are a surface
 _MOST_SPANS = 20_000  # a figure with more is slow
 
 
@@ -49,35 +61,75 @@ def plan_parts(plans: Sequence[Plan], budget: int | None) -> Iterator[Text | Tab
 
 
 def _memory(plan: Plan, budget: int | None) -> Figure:
-    places = list(map(str, plan.course))
-    # a place may come twice, so the position is the axis, and the name is a label
-    data = [
+    """Return the most memory at each place of a step, in layers of what it consists of."""
+    places = [each for each in plan.course if each.phase != "between steps"]
+    # A place is a position on the axis: two may have the same text.
+    positions = list(range(len(places) + 1))
+    data: list[dict[str, Any]] = [
         {
-            "type": "bar",
-            "name": "memory",
-            "x": list(range(len(places))),
-            "y": [size / _MIB for size in plan.course.values()],
-            "text": places,
-            "textposition": "none",
-            "hovertemplate": "%{text}<br>%{y:.2f} MiB<extra></extra>",
+            "type": "scatter",
+            "mode": "none",
+            "stackgroup": "memory",
+            "fillcolor": _COLOURS[each],
+            "line": {"shape": "hv"},
+            "name": each.title,
+            "x": positions,
+            "y": _steps(plan.course_parts[place].get(each, 0) for place in places),
+            "hovertemplate": "%{y:.2f} MiB",
         }
+        for each in Category
+        if any(plan.course_parts[place].get(each) for place in places)
     ]
-    shapes = []
+    total = {
+        "type": "scatter",
+        "mode": "lines",
+        "line": {"shape": "hv", "width": 1, "color": _GREY},
+        "name": "together",
+        "x": positions,
+        "y": _steps(plan.course[place] for place in places),
+        "text": [str(each) for each in (*places, *places[-1:])],
+        "hovertemplate": "%{y:.2f} MiB in %{text}",
+    }
+    phases = [each.phase for each in places]
+    firsts = {phase: phases.index(phase) for phase in phases}
+    line = {"yref": "paper", "y0": 0, "y1": 1, "line": {"color": _GREY, "width": 1}}
+    shapes = [{"type": "line", "x0": x, "x1": x, **line} for x in firsts.values()]
     if budget is not None:
         y = budget / _MIB
-        shapes = [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y,
-                   "line": {"dash": "dash", "color": "#d9534f"}}]  # fmt: skip
+        shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y,
+                       "line": {"dash": "dash", "color": "#d9534f"}})  # fmt: skip
     layout = {
-        "xaxis": {"title": {"text": "places of a step, in order"}, "showticklabels": False},
+        "xaxis": {
+            "title": {"text": "places of a step, in order"},
+            "tickvals": [x + phases.count(phase) / 2 for phase, x in firsts.items()],
+            "ticktext": list(firsts),
+            "showgrid": False,
+        },
         "yaxis": {"title": {"text": "MiB at most"}, "rangemode": "tozero"},
+        "hovermode": "x unified",
         "shapes": shapes,
     }
-    return Figure(title=f"{plan.name} ranks: memory over a step", data=data, layout=layout)
+    return Figure(
+        title=f"{plan.name} ranks: memory over a step", data=[*data, total], layout=layout
+    )
+
+
+def _steps(sizes: Iterable[int]) -> list[float]:
+    """Return MiB at the left edge of each place, and at the right edge of the last one."""
+    found = [size / _MIB for size in sizes]
+    return [*found, *found[-1:]]
 
 
 def _parts_of(plan: Plan) -> Figure:
     data = [
-        {"type": "bar", "orientation": "h", "name": each.title, "x": [size / _MIB], "y": ["peak"]}
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": each.title,
+            "marker": {"color": _COLOURS[each]},
+            "x": [size / _MIB],
+            "y": ["peak"],
+        }
         for each, size in plan.categories.items()
         if size
     ]
@@ -87,26 +139,16 @@ def _parts_of(plan: Plan) -> Figure:
 
 def _streams(name: str, time: Timeline) -> Figure:
     """Return the streams in time: a row for each, a bar for each kernel or collective."""
-    spans = sorted(time.spans[:_MOST_SPANS], key=lambda span: span.launch.stream)
-    data = []
-    for stream, group in groupby(spans, key=lambda span: span.launch.stream):
-        ran = list(group)
-        title = time.streams.get(stream, str(stream))
-        data.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": title,
-                "y": [title] * len(ran),
-                "base": [1000 * span.start for span in ran],
-                "x": [1000 * (span.end - span.start) for span in ran],
-                "text": [f"{span.launch.work.name}, {span.launch.place}" for span in ran],
-                "textposition": "none",
-                "hovertemplate": "%{text}<br>%{base:.3f} ms, %{x:.3f} ms long<extra></extra>",
-            }
+    bars = [
+        Bar(
+            row=time.streams.get(span.launch.stream, str(span.launch.stream)),
+            text=f"{span.launch.work.name}, {span.launch.place}",
+            begin=1000 * span.start,
+            end=1000 * span.end,
         )
-    layout = {"barmode": "overlay", "xaxis": {"title": {"text": "ms"}}}
-    return Figure(title=f"{name} ranks: streams and collectives", data=data, layout=layout)
+        for span in sorted(time.spans[:_MOST_SPANS], key=lambda span: span.launch.stream)
+    ]
+    return timeline_figure(f"{name} ranks: streams and collectives", bars)
 
 
 def verdict_parts(verdict: Verdict) -> Iterator[Text | Table | Figure]:
@@ -115,7 +157,7 @@ def verdict_parts(verdict: Verdict) -> Iterator[Text | Table | Figure]:
     first = verdict.first
     if first is not None:
         names = [first.name, *verdict.others]
-        modules = Counter(name.rpartition(".")[0] or "(root)" for name in names)
+        modules = _by_module(names)
         yield Figure(
             title=f"Differences by module: {first.phase} of step {first.step}",
             data=[{"type": "bar", "x": list(modules), "y": list(modules.values())}],
@@ -134,6 +176,16 @@ def verdict_parts(verdict: Verdict) -> Iterator[Text | Table | Figure]:
                 for each in verdict.causes
             ],
         )
+
+
+def _by_module(names: Sequence[str]) -> Counter[str]:
+    """Return how many tensors each module has; of many modules, those that contain them."""
+    paths = [name.split(".")[:-1] for name in names]
+    for depth in range(max(map(len, paths)), -1, -1):
+        found = Counter(".".join(path[:depth]) or "(root)" for path in paths)
+        if len(found) <= _MOST_MODULES:
+            break
+    return found
 
 
 def races_parts(report: RaceReport) -> Iterator[Text | Table | Figure]:

@@ -45,7 +45,7 @@ class Table:
     Attributes:
         title: a heading.
         heads: names of the columns.
-        rows: cells; numbers are aligned to the right.
+        rows: cells; a column with numbers is aligned to the right.
     """
 
     title: str
@@ -54,8 +54,14 @@ class Table:
 
     def to_html(self, number: int) -> str:
         """Return the element, with a field that filters rows if there are many."""
-        heads = "".join(f"<th>{html.escape(each)}</th>" for each in self.heads)
-        rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in self.rows)
+        kinds = [
+            ' class="number"'
+            if any(isinstance(row[place], int | float) for row in self.rows)
+            else ""
+            for place in range(len(self.heads))
+        ]
+        heads = _cells("th", self.heads, kinds)
+        rows = "".join(f"<tr>{_cells('td', row, kinds)}</tr>" for row in self.rows)
         field = (
             f'<input type="search" placeholder="filter {len(self.rows)} rows" '
             f'aria-label="filter rows" data-table="table-{number}">'
@@ -67,9 +73,11 @@ class Table:
         )
 
 
-def _cell(value: object) -> str:
-    kind = ' class="number"' if isinstance(value, int | float) else ""
-    return f"<td{kind}>{html.escape(str(value))}</td>"
+def _cells(tag: str, values: Sequence[object], kinds: Sequence[str]) -> str:
+    return "".join(
+        f"<{tag}{kind}>{html.escape(str(value))}</{tag}>"
+        for value, kind in zip(values, kinds, strict=True)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +156,9 @@ def write_page(path: Path, title: str, parts: Iterable[Text | Table | Figure]) -
 
 
 _STYLE = """
-:root { --back: #fff; --text: #1c1e21; --line: #d6d9de; --head: #f3f4f6; }
+:root { --back: #fff; --text: #1c1e21; --pale: #5b6068; --line: #d6d9de; --head: #f3f4f6; }
 @media (prefers-color-scheme: dark) {
-  :root { --back: #14161a; --text: #e4e6eb; --line: #3a3f47; --head: #22262d; }
+  :root { --back: #14161a; --text: #e4e6eb; --pale: #a6abb5; --line: #3a3f47; --head: #22262d; }
 }
 body { background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif;
   max-width: 75rem; margin: 0 auto; padding: 1rem; }
@@ -160,8 +168,10 @@ pre { overflow-x: auto; background: var(--head); padding: .75rem; border-radius:
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: left; }
 th { position: sticky; top: 0; background: var(--head); }
-td.number { text-align: right; font-variant-numeric: tabular-nums; }
-input { margin-bottom: .4rem; padding: .3rem; width: min(100%, 20rem); }
+th.number, td.number { text-align: right; font-variant-numeric: tabular-nums; }
+input { margin-bottom: .4rem; padding: .3rem; width: min(100%, 20rem); box-sizing: border-box;
+  background: var(--back); color: inherit; border: 1px solid var(--pale); }
+input::placeholder { color: var(--pale); opacity: 1; }
 """
 
 _DRAW = """
@@ -171,8 +181,13 @@ function draw() {
   const axis = {gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true};
   for (const each of document.querySelectorAll("script[data-figure]")) {
     const {data, layout} = JSON.parse(each.textContent);
+    for (const trace of data) if (trace.error_y) trace.error_y.color = text;
+    // The legend is above, where no title of an axis is; it has a line per name if that is narrow.
+    const names = new Set(data.map(each => each.name)).size, narrow = innerWidth < 600;
     const full = {paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: {color: text}, margin: {t: 20, r: 20}, legend: {orientation: "h"}, ...layout};
+      font: {color: text}, margin: {t: 20, r: 20, b: 30}, legend: {orientation: "h",
+      y: 1, yanchor: "bottom", maxheight: 1}, ...layout};
+    full.height = (layout.height ?? 450) + (narrow && names > 1 ? 20 * names : 0);
     for (const name of ["xaxis", "yaxis"]) full[name] = {...axis, ...layout[name]};
     Plotly.react(each.dataset.figure, data, full, {responsive: true, displaylogo: false});
   }

@@ -35,6 +35,7 @@ class Plan:
             offloaded from an accelerator.
         construction: the most bytes while the model was built and sharded.
         course: the most bytes at each place of a step, in the order of the step.
+        course_parts: what they are made of at each place, in bytes; they add up to them.
         attention: the attention kernels that were assumed; none if the model calls none.
         reads: the lines of code in which the host read a float, which the plan answered with 1.0.
         compiled: whether ``torch.compile`` was used. The plan runs what is compiled operation by
@@ -55,6 +56,7 @@ class Plan:
     host: int
     construction: int
     course: dict[Place, int]
+    course_parts: dict[Place, dict[Category, int]]
     attention: tuple[str, ...]
     reads: tuple[str, ...] = ()
     compiled: bool = False

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.preflight.compat import DispatchMode, answer, in_mesh, is_fake
+from fullshard.preflight.planning.memory.course import Course
 from fullshard.preflight.planning.memory.gloo import gloo_bytes
 from fullshard.preflight.planning.memory.inside import Inside
 from fullshard.preflight.planning.memory.places import Place, Places
@@ -110,7 +111,7 @@ class Ledger(DispatchMode):
     Attributes:
         peak: the moment at which most memory was alive.
         tensors: the most bytes of tensors after any operation.
-        course: the most bytes at each place of the step.
+        course: the most bytes at each place of the step, and what they consist of.
         kernels: the names of the attention kernels that ran.
         reserved: bytes inside collectives that were launched and not waited for.
         reads: answers what the host reads.
@@ -123,8 +124,11 @@ class Ledger(DispatchMode):
         self._places = places
         self._recorder = recorder
         self._inside = inside
+        self.course = Course({})
         self._storages = (
-            Storages() if recorder is None else Storages(changed=recorder.allocations.changed)
+            Storages(counted=self._counted)
+            if recorder is None
+            else Storages(changed=recorder.allocations.changed, counted=self._counted)
         )
         self._following = ExitStack()
         self._born: dict[int, Place] = {}
@@ -132,7 +136,6 @@ class Ledger(DispatchMode):
         self._filled_from: dict[int, set[int]] = {}
         self.peak = Peak()
         self.tensors = 0
-        self.course: dict[Place, int] = {}
         self.kernels: set[str] = set()
         self.reserved = 0
         self.reads = HostReads()
@@ -158,6 +161,14 @@ class Ledger(DispatchMode):
             categories[self.category_of(number)] += nbytes
         return categories
 
+    def course_by_category(self) -> dict[Place, dict[Category, int]]:
+        """Return what the most bytes at each place consist of."""
+        parts = self.course.parts(self.category_of, Category.INSIDE)
+        return {
+            place: {each: found[each] for each in Category if found.get(each)}
+            for place, found in parts.items()
+        }
+
     def __enter__(self) -> Self:
         """Begin to look."""
         self._following = ExitStack()
@@ -176,9 +187,12 @@ class Ledger(DispatchMode):
         Collects garbage first: what cycles of references keep depends on when Python looks.
         """
         gc.collect()
-        self.peak, self.tensors, self.course = Peak(), 0, {}
+        self.peak, self.tensors, self.course = Peak(), 0, Course(self.sizes())
         if self._recorder is not None:
             self._recorder.restart()
+
+    def _counted(self, number: int, more: int) -> None:
+        self.course.changed(number, more)
 
     def reserve(self, launched: Launched) -> Reservation:
         """Return what counts as memory inside a collective until it is dropped."""
@@ -209,8 +223,9 @@ class Ledger(DispatchMode):
 
     def category_of(self, number: int) -> Category:
         """Return the category of a storage, by all observations so far."""
-        phase = self._born[number].phase
-        guess = Category.ACTIVATIONS if phase == "forward" else Category.TEMPORARY
+        born = self._born.get(number)  # None: it was the host's before any operation saw it
+        in_forward = born is not None and born.phase == "forward"
+        guess = Category.ACTIVATIONS if in_forward else Category.TEMPORARY
         return self._found.get(number, guess)
 
     def born_in(self, number: int) -> str:
@@ -275,7 +290,7 @@ class Ledger(DispatchMode):
         inside += self.reserved
         total = tensors + inside
         self.tensors = max(self.tensors, tensors)
-        self.course[place] = max(total, self.course.get(place, 0))
+        self.course.look(place, total, inside)
         if total > self.peak.nbytes:
             sizes, host = self._storages.sizes(), self.peak.host
             self.peak = Peak(total, place, operation, sizes, inside, host)

@@ -62,12 +62,14 @@ class Storages:
     Args:
         sharing: returns the owner of a tensor's memory.
         changed: called with a storage's number and bytes when they change inside ``followed()``.
+        counted: called with a storage's number and what it adds to the bytes of the device.
     """
 
     def __init__(
         self,
         sharing: Callable[[torch.Tensor], Sharing] = lambda tensor: _OWN,
         changed: Callable[[int, int], None] = lambda number, nbytes: None,
+        counted: Callable[[int, int], None] = lambda number, more: None,
     ) -> None:
         self._known: dict[int, _Known] = {}
         self._shared: dict[int, _Known] = {}
@@ -78,6 +80,7 @@ class Storages:
         self.has_host = False
         self._sharing = sharing
         self._changed = changed
+        self._counted = counted
         self._following = False
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -110,6 +113,7 @@ class Storages:
             self.host += more
         elif entry.sharing is _OWN:
             self._own += more
+            self._counted(entry.number, more)
 
     def _forget(self, address: int, number: int, reference: object) -> None:
         entry = self._known.get(address)
