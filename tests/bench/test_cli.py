@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,8 +43,9 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> _Done:
     """Two ranks, verified, one of them wrong, and a wide world, with every output."""
     folder = tmp_path_factory.mktemp("bench")
     traced = ("--trace", f"{folder}/trace.json", "--timeline", f"{folder}/timeline.png")
+    page = ("--html", f"{folder}/page.html")
     impl = ("--impl", "fullshard", "torch", "ddp", "none", "bench.stand_ins:deaf")
-    words = ("run", "--mesh", "2", "--wide", "8", "--verify", *_SMALL, *impl, *traced)
+    words = ("run", "--mesh", "2", "--wide", "8", "--verify", *_SMALL, *impl, *traced, *page)
     output = _run([*words, "--pictures", "--out", f"{folder}/result"], code=1)  # one is wrong
     return _Done(folder=folder, output=output)
 
@@ -138,6 +140,17 @@ def test_all_pictures_are_there_and_linked(done: _Done) -> None:
         assert path.read_bytes().startswith(b"\x89PNG")
         assert f"({path.name})" in report
     assert (done.folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_has_the_spans_of_the_first_ranks_step(done: _Done) -> None:
+    text = (done.folder / "page.html").read_text()
+    *_, last = re.findall(r"data-figure=[^>]*>(.*?)</script>", text)
+    rows = {trace["name"]: len(trace["y"]) for trace in json.loads(last)["data"]}
+    trace = json.loads((done.folder / "trace.json").read_text())["traceEvents"]
+    spans = [each["cat"] for each in trace if each["ph"] == "X" and each["pid"] == 0]
+    kinds = ("forward", "backward", "gather", "reduce")
+    assert rows == {kind: spans.count(kind) for kind in kinds}
+    assert min(rows.values()) > 0
 
 
 def test_draw_makes_the_same_pictures_from_the_record(done: _Done, tmp_path: Path) -> None:

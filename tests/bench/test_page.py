@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,14 @@ from support.members import ROOT
 RECORDS = sorted((ROOT / "benchmarks").glob("cpu-set_*.json"))
 
 
+def _heights(figure: dict[str, Any]) -> dict[tuple[str, str], float]:
+    return {
+        (bar["name"], mesh): height
+        for bar in figure["data"]
+        for mesh, height in zip(bar["x"], bar["y"], strict=True)
+    }
+
+
 @pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
 def test_a_record_is_drawn_as_a_page(record: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
@@ -22,18 +31,21 @@ def test_a_record_is_drawn_as_a_page(record: Path, tmp_path: Path) -> None:
     text = page.read_text()
     figures = [json.loads(each) for each in re.findall(r"data-figure=[^>]*>(.*?)</script>", text)]
     result = read_result(record)
-    assert len(figures) == len(result.runs)
-    for run, figure in zip(result.runs, figures, strict=True):
-        drawn = {
-            (bar["name"], mesh): step
-            for bar in figure["data"]
-            for mesh, step in zip(bar["x"], bar["y"], strict=True)
-        }
-        assert drawn == {
-            (entry.name, f"{point.kind} {point.mesh}"): entry.derived.step_ms.value
+    assert len(figures) == 2 * len(result.runs)
+    for run, steps, memory in zip(result.runs, figures[::2], figures[1::2], strict=True):
+        ranked = {
+            (entry.name, f"{point.kind} {point.mesh}"): entry
             for point in run.points
             for entry in point.entries
-            if entry.is_ranked and entry.derived is not None
+            if entry.is_ranked
+        }
+        assert _heights(steps) == {
+            place: entry.derived.step_ms.value for place, entry in ranked.items() if entry.derived
+        }
+        assert _heights(memory) == {
+            place: entry.figures.memory["peak"] / 2**20
+            for place, entry in ranked.items()
+            if entry.figures
         }
     assert text.count("<tr><td>") == sum(
         len(point.entries) for run in result.runs for point in run.points

@@ -41,7 +41,7 @@ from fullshard_bench.planning.times import compare_times
 from fullshard_bench.records.compact import compact_json
 from fullshard_bench.records.result import Result, read_result
 from fullshard_bench.reporting.compare import changes_as_json, compare
-from fullshard_bench.reporting.page import write_result_page
+from fullshard_bench.reporting.page import check_page, write_result_page
 from fullshard_bench.running.executing import Outputs, draw_record, execute
 from fullshard_bench.running.run import Run
 from fullshard_bench.running.suites import SUITES
@@ -63,7 +63,7 @@ gpu" are what "nox -s bench" runs. "compare a.json b.json" shows what changed.
 _DRAWN = """\
 Draws time, memory and breakdown of the meshes, and the wide worlds, as far as the record has them.
 A timeline or a trace cannot be drawn again: both need the events of the run, which a record does
-not keep. Use --timeline and --trace of "run" and "suite".
+not keep. Use --timeline, --trace and --html of "run" and "suite".
 """
 
 
@@ -130,7 +130,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "fullshard_bench
             return _code_of(execute(runs, _outputs(options), words, console))
         else:
             outputs = _outputs(options)
-            traced = bool(outputs.trace or outputs.timeline)
+            drawn = outputs.html and options.mesh and "fullshard" in options.impl
+            traced = bool(outputs.trace or outputs.timeline or drawn)
             return _code_of(execute([_run_of(options, traced)], outputs, words, console))
     except BenchError as error:
         if is_main:
@@ -350,6 +351,9 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--trace", type=Path, metavar="FILE", help="a step as a Chrome trace")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="a step as a picture")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="a page of the result that needs no network"
+    )
 
 
 def _run_of(options: argparse.Namespace, traced: bool) -> Run:
@@ -375,6 +379,12 @@ def _outputs(options: argparse.Namespace) -> Outputs:
     for path in (options.trace, options.timeline):
         if path is not None and not path.parent.is_dir():
             raise BenchError(f"{path}: there is no folder {path.parent}")
+    if options.html is not None:
+        check_page(options.html)
     return Outputs(
-        stem=stem, trace=options.trace, timeline=options.timeline, pictures=options.pictures
+        stem=stem,
+        trace=options.trace,
+        timeline=options.timeline,
+        html=options.html,
+        pictures=options.pictures,
     )

@@ -35,6 +35,7 @@ from fullshard_bench.records.result import (
     write_result,
 )
 from fullshard_bench.reporting.bars import judge, judge_measured, verdict_lines, verdict_rows
+from fullshard_bench.reporting.page import write_result_page
 from fullshard_bench.reporting.plots import draw_all
 from fullshard_bench.reporting.report import write_report
 from fullshard_bench.reporting.terminal import (
@@ -61,12 +62,14 @@ class Outputs:
         stem: path of the JSON file and the report, without their endings.
         trace: path of a Chrome trace of a step; None for none.
         timeline: path of a picture of a step; None for none.
+        html: path of a page of the result; None for none.
         pictures: whether to draw the result, with links from the report.
     """
 
     stem: Path
     trace: Path | None
     timeline: Path | None
+    html: Path | None
     pictures: bool
 
 
@@ -79,7 +82,6 @@ def execute(
         BenchError: a run asks for what cannot be, or a rank failed.
     """
     start = time.perf_counter()
-    traced = bool(outputs.trace or outputs.timeline)
     command = shlex.join(["python", "-m", "fullshard_bench", *words])
     if inside_torchrun():
         world = int(os.environ["WORLD_SIZE"])
@@ -108,7 +110,7 @@ def execute(
     )  # fmt: skip
     if os.environ.get("RANK", "0") == "0":
         brief = all(run.brief for run in runs)
-        _write(result, outputs, events if traced else (), console, brief)
+        _write(result, outputs, events, console, brief)
     return result
 
 
@@ -167,6 +169,8 @@ def _write(result: Result, outputs: Outputs, events: Events, console: Console, b
             write_trace(events, outputs.trace)
         if outputs.timeline is not None:
             draw_timeline(events, outputs.timeline)
+        if outputs.html is not None:
+            write_result_page(result, outputs.html, events)
     except OSError as error:
         raise BenchError(f"{error.filename}: {error.strerror or error}") from error
     if brief:
@@ -177,7 +181,8 @@ def _write(result: Result, outputs: Outputs, events: Events, console: Console, b
     for definition in () if brief else result.definitions:
         console.print(f"- {definition}", style="dim", highlight=False, markup=False)
     written = [f"{stem}.json", f"{stem}.md", *map(str, pictures)]
-    written += [str(path) for path in (outputs.trace, outputs.timeline) if path is not None]
+    others = (outputs.trace, outputs.timeline, outputs.html)
+    written += [str(path) for path in others if path is not None]
     console.print("written: " + ", ".join(written), highlight=False, markup=False, soft_wrap=True)
 
 
