@@ -21,6 +21,7 @@ from fullshard.preflight.spi import exit_code_of, json_text
 from support.ranks import distributed
 
 COMMAND = importlib.import_module("fullshard.preflight.__main__")
+COMMAND_LINE = importlib.import_module("fullshard.preflight.commands.command_line")
 
 PROGRAM = """
 from support.verification.fault import batch, build, loss, shard
@@ -234,3 +235,19 @@ def test_json_has_null_for_numbers_that_json_lacks() -> None:
     text = json_text(value)
     assert json.loads(text) == {"loss": [None, 1.5], "limits": {"high": None}}
     assert "NaN" not in text
+
+
+@pytest.mark.parametrize("command", ["doctor", "plan"])
+def test_ctrl_c_ends_a_command_with_one_line_and_130(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> int:
+        signal.raise_signal(signal.SIGINT)
+        return 0
+
+    for name in ("run_doctor", "load_program"):
+        monkeypatch.setattr(COMMAND_LINE, name, interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    assert COMMAND_LINE.main([command, *(["x.py"] if command == "plan" else [])]) == 130
+    assert capsys.readouterr().err == f"python -m fullshard.preflight {command}: stopped\n"
+    assert signal.getsignal(signal.SIGINT) is handler

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,7 +23,13 @@ import torch.distributed as dist
 from fullshard.comm.spi import CommandParser
 from fullshard.preflight import __version__
 from fullshard.preflight.commands.json_text import json_text
-from fullshard.preflight.commands.local_ranks import default_ranks, inside_ranks, start_ranks
+from fullshard.preflight.commands.local_ranks import (
+    INTERRUPTED,
+    default_ranks,
+    inside_ranks,
+    interrupts_as,
+    start_ranks,
+)
 from fullshard.preflight.commands.results import plan_value, races_value, verdict_value
 from fullshard.preflight.commands.training import planned, raced
 from fullshard.preflight.commands.user_program import ProgramError, accepted, load_program
@@ -63,7 +70,9 @@ def main(
     prog: str = "python -m fullshard.preflight",
     module: str = "fullshard.preflight",
 ) -> int:
-    """Run the command on this rank; return 0 if all is well, 1 after a finding, 2 after an error.
+    """Run the command on this rank, and return its exit code.
+
+    0: all is well. 1: a finding. 2: an error. 130: stopped by Ctrl-C.
 
     Args:
         arguments: words of the command line; None: those of this process.
@@ -72,6 +81,18 @@ def main(
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     given = _parser(prog).parse_args(words)
+    # A rank ends at Ctrl-C at once, without a traceback: its launcher is stopped as well.
+    action = signal.SIG_DFL if inside_ranks() else signal.getsignal(signal.SIGINT)
+    try:
+        with interrupts_as(action):
+            return _checked_run(given, words, module)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{prog} {given.command}: stopped\n")
+        return INTERRUPTED
+
+
+def _checked_run(given: argparse.Namespace, words: list[str], module: str) -> int:
+    """Run the command, and turn its errors into an exit code."""
     if given.command == "doctor":
         return run_doctor(given.folder, given.ranks, as_json=given.json)
     output = _Output(sys.stdout, given.json)

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
-from collections.abc import Callable, Container, Sequence
+import threading
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-__all__ = ["default_ranks", "exit_code_of", "inside_ranks", "share_cores", "start_ranks"]
+__all__ = [
+    "INTERRUPTED",
+    "default_ranks",
+    "exit_code_of",
+    "inside_ranks",
+    "interrupts_as",
+    "share_cores",
+    "start_ranks",
+]
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of a shell."""
 
 _SAID = frozenset({1, 2})
 """Exit codes of ranks that have printed the reason: a finding, or an error of the user."""
@@ -23,6 +38,19 @@ def inside_ranks() -> bool:
 def default_ranks() -> int:
     """Return the number of accelerators, or 2 without one."""
     return (torch.accelerator.device_count() if torch.accelerator.is_available() else 0) or 2
+
+
+@contextmanager
+def interrupts_as(action: Any) -> Iterator[None]:
+    """Let SIGINT (Ctrl-C) do ``action`` inside the ``with`` block; no effect outside of main."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, action)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def share_cores(ranks: int) -> None:

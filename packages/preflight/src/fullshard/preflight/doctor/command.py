@@ -6,6 +6,7 @@ Alone, ``run_doctor`` starts ranks on this machine, so that collectives are chec
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from fullshard.preflight.commands.local_ranks import interrupts_as
 from fullshard.preflight.doctor.together import diagnose
 
 __all__ = ["run_doctor"]
@@ -45,14 +47,30 @@ def run_doctor(folder: Path | None, ranks: int | None, *, as_json: bool) -> int:
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     count = ranks or devices or min(max(os.cpu_count() or 1, 2), _MOST_LOCAL)
     with tempfile.TemporaryDirectory(prefix="fullshard-doctor-") as scratch:
-        given = (count, devices > 0, scratch, folder, as_json)
-        multiprocessing.spawn(_run_rank, args=given, nprocs=count, join=True)
+        _start_ranks((count, devices > 0, scratch, folder, as_json), count)
         return int(Path(scratch, "code").read_text())
+
+
+def _start_ranks(given: tuple[object, ...], count: int) -> None:
+    """Run ``_run_rank`` on ``count`` processes and wait for them; Ctrl-C ends them silently."""
+    # A terminal sends Ctrl-C to the ranks, too. They inherit that it is ignored, so that none
+    # prints a traceback of its imports; ``_run_rank`` lets it end the process.
+    with interrupts_as(signal.SIG_IGN):
+        ranks = multiprocessing.spawn(_run_rank, args=given, nprocs=count, join=False)
+    try:
+        while not ranks.join():
+            pass
+    except KeyboardInterrupt:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
+        raise
 
 
 def _run_rank(
     rank: int, count: int, on_devices: bool, scratch: str, folder: Path | None, as_json: bool
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if on_devices:
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     else:
