@@ -157,6 +157,17 @@ def clients(session: nox.Session) -> None:
     session.run("pytest", *arguments, env={"HF_HUB_OFFLINE": "1"})
 
 
+@nox.session(default=False)
+def browser(session: nox.Session) -> None:
+    """HTML pages as Chromium shows them: light and dark, narrow and wide, with 1,000 parameters.
+
+    Chromium is the system's; without it the tests are skipped. ``-- --basetemp build/pages`` keeps
+    a picture of each page.
+    """
+    _install_members(session, "tests", "browser")
+    session.run("pytest", "-q", "-m", "browser", "tests/browser", *session.posargs)
+
+
 @nox.session(requires=["workspace"], venv_backend="none", default=False)
 def gpu(session: nox.Session) -> None:
     """All that is worth knowing of one or two cards, as a report to attach, in build/gpu-report.
