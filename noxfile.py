@@ -297,12 +297,19 @@ def plan(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
-    """The documentation, into build/docs; ``-- serve`` shows it while you write."""
+    """The documentation, into build/docs; ``-- serve`` shows it while you write.
+
+    ``-- mike deploy 0.2.0 latest`` commits it to the branch gh-pages, as a version beside others.
+    """
     session.install("--constraint", "constraints.txt", *_groups("docs"))
     # Strict: a warning fails, and tools/reference.py warns of each undocumented public name.
     arguments = session.posargs or ["build", "--strict"]
+    # A choice of versions is where there are several; the build for reading as files has none.
+    is_version = arguments[0] == "mike"
+    program = arguments if is_version else ["mkdocs", *arguments]
     # The theme's makers announce their next product on every build; that is no warning of ours.
-    session.run("mkdocs", *arguments, env={"NO_MKDOCS_2_WARNING": "true"})
+    env = {"NO_MKDOCS_2_WARNING": "true", "VERSIONS": "mike" if is_version else ""}
+    session.run(*program, env=env)
 
 
 @nox.session(default=False)
