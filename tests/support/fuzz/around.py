@@ -186,8 +186,14 @@ def _reload(around: Around, model: Any, plain: Any, optimizers: list[Optimizer])
         with torch.no_grad():
             for param in each.parameters():
                 param.mul_(0).add_(7)
-        parts = dict(zip(("model_state_dict", "optim_state_dict"), saved, strict=True))
-        set_state_dict(each, optimizer, **parts, options=some)
+        model_state, optim_state = saved
+        set_state_dict(
+            each,
+            optimizer,
+            model_state_dict=model_state,
+            optim_state_dict=optim_state,
+            options=some,
+        )
 
 
 def _reload_optimizer(around: Around, model: Any, plain: Any, optimizers: list[Optimizer]) -> None:
