@@ -346,7 +346,7 @@ def test_ranks_that_share_memory_gather_each_group_by_itself() -> None:
     model = make()
     for _ in range(2):
         assert launches_in(lambda: step(model), EventKind.REDUCE_SCATTER) == 5
-    assert not the_state(model).context.record.buckets
+    assert not the_state(model).context.schedule.buckets.of
 
 
 @pytest.mark.parametrize("default", [DefaultAllGather, DefaultReduceScatter])
@@ -427,7 +427,7 @@ def test_ranks_that_run_different_unsharded_groups_make_the_same_buckets() -> No
                 model.layers[expert].unshard()
             with torch.no_grad():
                 model(batch())
-        buckets = the_state(model).context.record.buckets
+        buckets = the_state(model).context.schedule.buckets.of
         mine = [
             tuple(each.name for each in buckets[group].groups) if group in buckets else ()
             for group in groups_of(model)

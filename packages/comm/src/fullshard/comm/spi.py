@@ -44,7 +44,7 @@ from fullshard.comm.runtime.compat import (
 from fullshard.comm.runtime.devices import DeviceTraits, can_pin, simulated, traits_of
 from fullshard.comm.runtime.ended_ranks import record_process
 from fullshard.comm.runtime.host_reads import host_reads_by, host_values
-from fullshard.comm.runtime.observer import LISTENERS, WATCHERS, Mark, emit, mark_end_of_backward
+from fullshard.comm.runtime.observer import LISTENERS, TIMELINES, WATCHERS, Mark, emit, mark
 from fullshard.comm.runtime.process_exit import finish_threads_at_exit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.required import require
@@ -66,6 +66,7 @@ __all__ = [
     "DEBUGGED",
     "LISTENERS",
     "NOTHING",
+    "TIMELINES",
     "WATCHERS",
     "AllReduceInFlight",
     "AutomaticTransport",
@@ -119,7 +120,7 @@ __all__ = [
     "is_profiled",
     "is_served",
     "leave_collectives",
-    "mark_end_of_backward",
+    "mark",
     "named_range",
     "op_name",
     "own_mask",

@@ -34,7 +34,6 @@ __all__ = [
     "StatisticsObserver",
     "emit",
     "mark",
-    "mark_end_of_backward",
     "observe",
 ]
 
@@ -153,11 +152,6 @@ def mark(kind: Mark, name: str = "") -> None:
     """Tell timelines of a moment that is no event; on hot paths look at ``TIMELINES`` before."""
     for note in TIMELINES:
         note(kind, name)
-
-
-def mark_end_of_backward() -> None:
-    """Tell timelines that a root's backward is over."""
-    mark(Mark.BACKWARD_ENDED)
 
 
 def _drop(observer: Observer, event: Event, error: Exception) -> None:

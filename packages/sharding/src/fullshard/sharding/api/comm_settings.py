@@ -233,7 +233,7 @@ class CommSettings:
         for state in the_states(self, recurse):
             for group in state.own_groups:
                 group.gather_cap_mb = float(cap_mb)
-            state.context.learn_anew()
+            state.context.schedule.buckets.clear()
 
     def set_reduce_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
         """Set how many MiB of small reductions may share a launch; 0: each group has its own.

@@ -143,8 +143,9 @@ class Buckets:
         self.reductions: list[CoalescedReduction] = []
 
     def learn(self, gathered: Sequence[FSDPParamGroup]) -> None:
-        """Divide ``gathered``, which a forward did, into buckets."""
-        if DEBUGGED and is_debugging():
+        """Divide ``gathered``, the gathers of a forward, into buckets, if it or a group changed."""
+        known = gathered == self.gathered and not any(each.void for each in self.gathers)
+        if known or not gathered or (DEBUGGED and is_debugging()):
             return
         self.clear()
         self.gathered = list(gathered)
@@ -157,10 +158,19 @@ class Buckets:
             for group in groups:
                 group.gradients.bucket = waiting
 
-    def clear(self) -> None:
-        """Launch reductions that wait, and let each group communicate by itself."""
+    def launch_waiting(self) -> None:
+        """Launch the reductions that wait for their neighbours'."""
         for waiting in self.reductions:
             self._queue.launch(waiting.pop())
+
+    def abandon_waiting(self) -> None:
+        """Drop the reductions that wait: their backward raised."""
+        for waiting in self.reductions:
+            waiting.abandon()
+
+    def clear(self) -> None:
+        """Launch reductions that wait, and let each group communicate by itself."""
+        self.launch_waiting()
         for group in dict.fromkeys(self.gathered):
             group.gradients.bucket = None
         self.gathers.clear()

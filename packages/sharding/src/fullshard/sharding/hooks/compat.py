@@ -12,20 +12,12 @@ from torch.autograd import graph
 
 __all__ = [
     "calling_frame",
-    "in_compiled_autograd",
     "is_running",
     "may_hook_saved_tensors",
     "queue_end_of_backward",
+    "refuse_compiled_autograd",
     "runs_split_backward",
 ]
-
-
-def in_compiled_autograd() -> bool:
-    """Return whether compiled autograd captures backwards now (its own flags)."""
-    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported: not in use
-    if module is None:
-        return False
-    return bool(module.compiled_autograd_enabled or module.in_compiled_autograd_region)
 
 
 def may_hook_saved_tensors(own: type) -> bool:
@@ -46,6 +38,21 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when this backward ends without an error, as DDP does (its engine)."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
+
+
+def refuse_compiled_autograd() -> None:
+    """Raise if compiled autograd is on: it reads saved parameters before any hook can gather.
+
+    Its own flags show whether it captures backwards now.
+    """
+    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported: not in use
+    if module is not None and (
+        module.compiled_autograd_enabled or module.in_compiled_autograd_region
+    ):
+        raise RuntimeError(
+            "compiled autograd is on, in which gradients of a sharded module would be lost; turn "
+            "compiled autograd off. Compiled forwards work"
+        )
 
 
 def runs_split_backward() -> bool:

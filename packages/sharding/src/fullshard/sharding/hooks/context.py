@@ -26,30 +26,31 @@ from fullshard.comm import CommStreams
 from fullshard.comm.spi import (
     DEBUGGED,
     NOTHING,
+    TIMELINES,
+    Mark,
     is_debugging,
     is_profiled,
     leave_collectives,
-    mark_end_of_backward,
+    mark,
     release_frames,
     resume_collectives,
 )
 from fullshard.sharding.base.compat import current_graph_task, functorch_is_active, untraced
 from fullshard.sharding.base.states import LeaseKind
-from fullshard.sharding.groups.buckets import Buckets
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.compat import (
     calling_frame,
-    in_compiled_autograd,
     is_running,
     queue_end_of_backward,
+    refuse_compiled_autograd,
     runs_split_backward,
 )
 from fullshard.sharding.hooks.offload_errors import may_fail, raise_errors_of_ranks
 from fullshard.sharding.hooks.schedule import (
+    Order,
     Schedule,
     ShardedModule,
     StepRecord,
-    drop_copies_of_other_steps,
     keep_copies_within_step,
 )
 from fullshard.sharding.hooks.transforms import set_apart
@@ -65,7 +66,7 @@ class RootContext:
         shared: the streams and the queue of reductions of all its groups.
         states: every sharded module under the root, root first.
         groups: every group under the root, each once.
-        record: what ran, and what was gathered.
+        record: what ran.
         schedule: when groups communicate.
         steps: backwards that ended.
         post_optim_event: what the next forward's gathers wait for, instead of the current stream.
@@ -87,9 +88,8 @@ class RootContext:
         self._frame: FrameType | None = None  # what called the outermost forward
         # the end of the backward in progress, or of one that raised: then the engine dropped it
         self._end: weakref.ref[Callable[[], None]] | None = None
-        self._buckets = Buckets(self.shared.queue)
-        self.schedule, self.record = Schedule(), StepRecord(buckets=self._buckets.of)
-        self.schedule.take_over(self.record)
+        self.schedule, self.record = Schedule(), StepRecord()
+        self.schedule.take_over(self.record, self.shared.queue)
 
     def adopt(self, states: Sequence[ShardedModule]) -> None:
         """Take over ``states``, the root's first."""
@@ -108,13 +108,9 @@ class RootContext:
             RuntimeError: in the middle of a forward or backward.
         """
         self.require_quiet("set_canonical_order")
-        self.learn_anew()
+        self.schedule.buckets.clear()
         self.schedule = schedule
-        schedule.take_over(self.record)
-
-    def learn_anew(self) -> None:
-        """Forget which groups share launches; reductions that wait are launched before."""
-        self._buckets.clear()
+        schedule.take_over(self.record, self.shared.queue)
 
     def require_quiet(self, call: str) -> None:
         """Return if neither a forward nor a backward is in progress.
@@ -163,18 +159,20 @@ class RootContext:
         if self._end is not None:
             self._recover()
         if torch.is_grad_enabled():
-            _refuse_compiled_autograd()
+            refuse_compiled_autograd()
         self._release_expired()
-        drop_copies_of_other_steps(self.groups)
+        for group in self.groups:  # see [Note: kept copies]
+            if group.gathering.keeps_copies and not group.gathering.within_step:
+                group.gathering.drop_copies()
         record = self.record
         if record.post_forward.names and not any(
             group.generation.outstanding for group in self.groups
         ):
             record.drop_post_forward()  # forwards without gradients
-        record.begin_forward()
+        record.last_forward, record.forward = record.forward, Order()
         torch.clear_autocast_cache()  # see [Note: autocast]
         if DEBUGGED and is_debugging():
-            self.learn_anew()
+            self.schedule.buckets.clear()
         event, self.post_optim_event = self.post_optim_event, None
         self.shared.streams.synchronize_with_current(event)
         self.schedule.begin(backward=False)
@@ -186,14 +184,9 @@ class RootContext:
             return
         self._frame = None
         if not raised:
-            self.schedule.end()
+            self.schedule.end(backward=False)
         for group in self.groups:
             group.end_of_forward()
-        if not raised:
-            gathered, learnt = self.record.gathered, self._buckets
-            changed = gathered != learnt.gathered or any(each.void for each in learnt.gathers)
-            if gathered and changed:
-                learnt.learn(gathered)
         if not torch.is_grad_enabled():  # else backward follows
             release_frames()
             if self._fallible and not raised:
@@ -237,7 +230,7 @@ class RootContext:
         """
         if self._end is not None and self._end() is not None:
             return
-        _refuse_compiled_autograd()
+        refuse_compiled_autograd()
         assert current_graph_task() != -1, "pre-backward runs inside a backward"
         if not self.finalizes_by_hand:
             self.shared.queue.commit_sealed()  # of earlier backwards of a step
@@ -259,7 +252,7 @@ class RootContext:
         with set_apart("root_post_backward_callback", "") if apart else NOTHING:
             ended, self._end = self._end, None
             self.steps += 1
-            self.schedule.end()
+            self.schedule.end(backward=True)
             by_hand, is_last = self.finalizes_by_hand, self.is_last_backward
             try:
                 error = self._leave_backward() if by_hand else self._finish_groups(is_last=is_last)
@@ -268,7 +261,8 @@ class RootContext:
                 raise
             if is_last and not by_hand:
                 self.commit()
-            mark_end_of_backward()
+            if TIMELINES:
+                mark(Mark.BACKWARD_ENDED)
             if error:
                 raise RuntimeError(error)
 
@@ -286,8 +280,7 @@ class RootContext:
                 late = self.schedule.finish_backward(group, is_last=False)
                 error = error or late
         keep_copies_within_step(self.groups, is_last=False)
-        for waiting in self._buckets.reductions:
-            self.shared.queue.launch(waiting.pop())
+        self.schedule.buckets.launch_waiting()
         if not error:
             self.shared.queue.seal()
         return error
@@ -298,11 +291,11 @@ class RootContext:
         for group in reversed(self.record.used):
             late = self.schedule.finish_backward(group, is_last=is_last)
             error = error or late
-        self._end_unused()
+        if len(self.record.used) < len(self.groups):
+            self._end_unused()
         self._release_expired()
         keep_copies_within_step(self.groups, is_last=is_last)
-        for waiting in self._buckets.reductions:
-            self.shared.queue.launch(waiting.pop())
+        self.schedule.buckets.launch_waiting()
         if self._fallible:
             raise_errors_of_ranks(self._fallible, self.shared.queue)
         if not error:
@@ -335,10 +328,9 @@ class RootContext:
 
     def _end_unused(self) -> None:
         """Reshard what a user gathered and no forward has ever used: a backward ends that, too."""
-        if len(self.record.used) < len(self.groups):
-            for group in self.groups:
-                if group not in self.record.used and not group.keeps:
-                    group.drop_leases(LeaseKind.USER)
+        for group in self.groups:
+            if group not in self.record.used and not group.keeps:
+                group.drop_leases(LeaseKind.USER)
 
     # -- errors -----------------------------------------------------------------------------------
 
@@ -361,8 +353,7 @@ class RootContext:
             state.reset()
         lost = [group.name for group in self.groups if group.reset()]
         keep_copies_within_step(self.groups, is_last=self.is_last_backward)
-        for waiting in self._buckets.reductions:
-            waiting.abandon()
+        self.schedule.buckets.abandon_waiting()
         self.shared.queue.discard()
         if lost:
             warnings.warn(
@@ -389,12 +380,3 @@ class RootContext:
         self.shared = replace(self.shared, streams=streams)
         for group in self.groups:
             group.share(self.shared)
-
-
-def _refuse_compiled_autograd() -> None:
-    """Raise if compiled autograd is on: it reads saved parameters before any hook can gather."""
-    if in_compiled_autograd():
-        raise RuntimeError(
-            "compiled autograd is on, in which gradients of a sharded module would be lost; turn "
-            "compiled autograd off. Compiled forwards work"
-        )

@@ -5,13 +5,13 @@ by default as its module runs, or with the groups of its bucket. This default re
 rank runs every group, as in torch's ``fully_shard``, which also records the post-forward order and
 prefetches by it; the other orders are ours, because forwards without gradients and recomputations
 must find their place in them. Where ranks skip groups, ``StaticSchedule`` follows one order on all
-ranks. Callers do not distinguish the two schedules.
+ranks, and has no buckets.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,15 +19,15 @@ from torch import nn
 
 from fullshard.sharding.base.forward_pass import ForwardPass
 from fullshard.sharding.base.states import LeaseKind, ShardedState
-from fullshard.sharding.groups.buckets import Bucket
+from fullshard.sharding.groups.buckets import Buckets
 from fullshard.sharding.groups.param_group import FSDPParamGroup
+from fullshard.sharding.reduce.reduction import ReductionQueue
 
 __all__ = [
     "Order",
     "Schedule",
     "ShardedModule",
     "StepRecord",
-    "drop_copies_of_other_steps",
     "keep_copies_within_step",
 ]
 
@@ -74,14 +74,9 @@ class Order:
 
     def remove(self, place: int) -> None:
         """Remove the entry at ``place``, unless it was removed before."""
-        position = self._position(place)
-        if position >= 0:
+        if place in self.places:
+            position = self.places.index(place)
             del self.states[position], self.names[position], self.places[position]
-
-    def _position(self, place: int) -> int:
-        position = bisect_left(self.places, place)
-        found = self.places[position : position + 1] == [place]
-        return position if found else -1
 
     def ahead_of(
         self, place: int, name: str, policy: Callable[[Sequence[str], int], Sequence[int]]
@@ -91,9 +86,8 @@ class Order:
         Raises:
             IndexError: if it asks for a position that does not exist.
         """
-        count = len(self.names)
-        position = self._position(place)
-        if position < 0 or self.names[position] != name:
+        count, position = len(self.names), bisect_left(self.places, place)
+        if self.places[position : position + 1] != [place] or self.names[position] != name:
             return []
         wanted = []
         for each in policy(self.names, position):
@@ -108,7 +102,7 @@ class Order:
 
 @dataclass(slots=True)
 class StepRecord:
-    """The modules that ran under a root, and the groups that were gathered for it.
+    """The modules that ran under a root, and the groups that they used.
 
     Attributes:
         forward: the order of the forward in progress.
@@ -116,8 +110,6 @@ class StepRecord:
         post_forward: the order in which forwards ended since the last backward.
         hidden: per module the places in it that forwards without gradients took.
         used: the groups that any forward has used, in the order in which they first were.
-        gathered: the groups gathered since the root's last forward began, in order.
-        buckets: the groups that each is gathered with, if it is not by itself; see ``Buckets``.
     """
 
     forward: Order = field(default_factory=Order)
@@ -125,13 +117,6 @@ class StepRecord:
     post_forward: Order = field(default_factory=Order)
     hidden: dict[ShardedModule, list[int]] = field(default_factory=dict)
     used: dict[FSDPParamGroup, None] = field(default_factory=dict)  # an ordered set
-    gathered: list[FSDPParamGroup] = field(default_factory=list)
-    buckets: Mapping[FSDPParamGroup, Bucket] = field(default_factory=dict)
-
-    def begin_forward(self) -> None:
-        """Begin the order of a root forward; the one before it stays to prefetch by."""
-        self.last_forward, self.forward = self.forward, Order()
-        self.gathered = []
 
     def drop_post_forward(self) -> None:
         """Forget in which order forwards ended."""
@@ -148,7 +133,8 @@ class StepRecord:
         Returns:
             The place.
         """
-        self.post_forward.remove(before)
+        if before >= 0:
+            self.post_forward.remove(before)
         hidden = self.hidden.get(state)
         if hidden and hidden[-1] == before:
             hidden.pop()
@@ -174,47 +160,52 @@ class Schedule:
 
     Attributes:
         keeps: whether a group may stay unsharded after a backward.
-        before_reduction: called before a group reduces as its backward ends; ``early_gradients``
-            sets it.
+        before_reduction: called before a group reduces as its backward ends, if it is set, as
+            ``early_gradients`` does.
+        buckets: the groups that share launches.
     """
 
     keeps = True
 
     def __init__(self) -> None:
         """Initialise without a root."""
-        self.before_reduction: Callable[[], None] = _nothing
-        self._record = StepRecord()
+        self.before_reduction: Callable[[], None] | None = None
+        self.buckets = Buckets(ReductionQueue())
+        self._gathered: list[FSDPParamGroup] = []  # since the root's last forward began, in order
 
-    def take_over(self, record: StepRecord) -> None:
-        """Use the root whose step is ``record``, and add gathered groups to this record."""
-        self._record = record
+    def take_over(self, record: StepRecord, queue: ReductionQueue) -> None:
+        """Act for the root whose step is ``record`` and whose reductions are in ``queue``."""
+        self.buckets = Buckets(queue)
 
     def begin(self, *, backward: bool) -> None:
         """Begin a root forward, or a backward."""
+        if not backward:
+            self._gathered = []
 
     def begin_recompute(self, begin_backward: Callable[[], None]) -> None:
         """Begin a forward inside a backward; may call ``begin_backward`` to begin the backward."""
 
-    def end(self) -> None:
-        """End the forward or backward; not called for one that raised."""
+    def end(self, *, backward: bool) -> None:
+        """End a root forward, or a backward; not called for one that raised."""
+        if not backward:
+            self.buckets.learn(self._gathered)
 
     def unshard(self, group: FSDPParamGroup) -> None:
         """Gather ``group``, which must have a lease, with its bucket if it has one."""
-        record, gathering = self._record, group.gathering
-        bucket = record.buckets.get(group) if gathering.state is _SHARDED else None
+        gathering = group.gathering
+        bucket = self.buckets.of.get(group) if gathering.state is _SHARDED else None
         if bucket is not None and bucket.launch(group, ahead=False):
-            record.gathered += bucket.groups
+            self._gathered += bucket.groups
         elif gathering.unshard():
-            record.gathered.append(group)
+            self._gathered.append(group)
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Gather ``group`` ahead, if that may be done now, with its bucket if it has one."""
-        record = self._record
-        bucket = record.buckets.get(group) if group.gathering.state is _SHARDED else None
+        bucket = self.buckets.of.get(group) if group.gathering.state is _SHARDED else None
         if bucket is not None and bucket.launch(group, ahead=True):
-            record.gathered += bucket.groups
+            self._gathered += bucket.groups
         elif group.prefetch():
-            record.gathered.append(group)
+            self._gathered.append(group)
 
     def after_forward(
         self, group: FSDPParamGroup, kept_for: ForwardPass | None, *, keep: bool, unfinished: bool
@@ -236,7 +227,8 @@ class Schedule:
 
     def end_pass(self, group: FSDPParamGroup, ended: ForwardPass) -> None:
         """End the backward of ``ended`` in ``group``; reduce if it was the last outstanding."""
-        self.before_reduction()
+        if self.before_reduction is not None:
+            self.before_reduction()
         last, gradients = group.end_pass(ended), group.gradients
         gradients.grads_after_reduce |= gradients.reduced and not last
         ready = group.pop_ready(ended.number, reduce=last, keep=group.keeps)
@@ -254,30 +246,18 @@ class Schedule:
         return group.gradients.end_of_backward()
 
 
-def _nothing() -> None:
-    """Do nothing before a reduction."""
-
-
 # -- copies that placements keep ------------------------------------------------------------------
 
 
-def drop_copies_of_other_steps(groups: Sequence[FSDPParamGroup]) -> None:
-    """Drop what ``groups`` kept outside the backwards of one step, before a forward uses it.
+def keep_copies_within_step(groups: Sequence[FSDPParamGroup], *, is_last: bool) -> None:
+    """Keep copies after a backward if another one follows in the step.
+
+    Another one follows if ``is_last`` is not set, or where the user turned synchronisation off.
 
     [Note: kept copies] The backward of a forward uses the copy that the forward kept. So do
     forwards between the backwards of one step. Between steps no copy is used again, also if no
     optimizer was seen to step: a user may change parameters by hand, as moving averages and loops
     without an optimizer do, and the counters of tensors do not show every such change.
-    """
-    for group in groups:
-        if group.gathering.keeps_copies and not group.gathering.within_step:
-            group.gathering.drop_copies()
-
-
-def keep_copies_within_step(groups: Sequence[FSDPParamGroup], *, is_last: bool) -> None:
-    """Keep copies after a backward if another one follows in the step; see [Note: kept copies].
-
-    Another one follows if ``is_last`` is not set, or where the user turned synchronisation off.
     """
     for group in groups:
         gathering = group.gathering

@@ -26,6 +26,7 @@ from fullshard.sharding.base.forward_pass import ForwardPass
 from fullshard.sharding.base.states import LeaseKind, ShardedState
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.schedule import Schedule, ShardedModule, StepRecord
+from fullshard.sharding.reduce.reduction import ReductionQueue
 
 __all__ = ["Event", "StaticSchedule", "Step", "backward_steps", "events_under", "forward_steps"]
 
@@ -77,8 +78,9 @@ class StaticSchedule(Schedule):
         self._next = 0
         self._ahead: deque[FSDPParamGroup] = deque()  # gathered, and not asked for
 
-    def take_over(self, record: StepRecord) -> None:
+    def take_over(self, record: StepRecord, queue: ReductionQueue) -> None:
         """Mark all groups as used, so that skipped groups end their backward too."""
+        super().take_over(record, queue)
         record.used = dict.fromkeys(self._groups)
 
     # -- phases -----------------------------------------------------------------------------------
@@ -102,7 +104,7 @@ class StaticSchedule(Schedule):
         """Start at the first group of backward, before its first gather."""
         begin_backward()
 
-    def end(self) -> None:
+    def end(self, *, backward: bool) -> None:
         """Issue the steps that this rank did not run; end USER leases as well."""
         self._advance(len(self._steps))
         self._drop(0)
