@@ -129,18 +129,19 @@ def stand_in_accelerator() -> Iterator[tuple[StandInModule, CommStreams]]:
     """Streams of an accelerator that writes down every copy that this package makes."""
     module = StandInModule()
 
-    def noting(copy: Callable[..., None]) -> Callable[..., None]:
-        def noted(*tensors: Any) -> None:
+    def noting(copy: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any, **out: Any) -> Any:
             module.work("copy")
-            copy(*tensors)
+            return copy(*given, **out)
 
         return noted
 
-    copies = ("foreach_copy", "side_by_side", "split_rows", "end_to_end")
+    copies = ("foreach_copy", "side_by_side", "split_rows")
     noted: dict[str, Any] = {name: noting(getattr(compat, name)) for name in copies}
     with (
         patch("torch.get_device_module", return_value=module),
         patch.multiple(compat, **noted),
+        patch.object(torch, "cat", noting(torch.cat)),
     ):
         yield module, CommStreams(ACCELERATOR)
 

@@ -111,13 +111,12 @@ MUTATIONS = [
         "event = packed",
         program="prefetch-nothing",
     ),
-    M(gather, "release", "streams.retire(buffer.tensor, owner, streams.record())"),
     M(
         gather,
         "release",
-        "owner, streams.record())",
-        "owner, streams.record(streams.copy_in))",
+        "streams.retire(buffer.tensor, owner, after or streams.record(), keep=keep)",
     ),
+    M(gather, "release", "streams.record()", "streams.record(streams.copy_in)"),
     M(
         OwnShards,
         "gather",
@@ -151,7 +150,7 @@ MUTATIONS = [
     M(
         ReduceInFlight,
         "_finish",
-        "streams.retire(packed.tensor, streams.inputs, self.event, keep=keep)",
+        "release(config, packed, streams.inputs, self.event, keep=keep)",
         program="reductions",
     ),
     M(

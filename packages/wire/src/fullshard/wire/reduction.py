@@ -84,8 +84,6 @@ class WidenedReducePlan(ReducePlan):
         laid = [replace(f, residual=None) if isinstance(f, BlockSpec) else f for f in forms]
         self.sent = rank_major((*laid, mask) if layout.mask_numel else tuple(laid), world)
         self._arrives = shard_plan(self.sent, self._rank)
-        own_mask = layout.mask_offset // layout.buffer.dtype.itemsize
-        self._mask = slice(own_mask, own_mask + layout.mask_numel)
         self._coded = {
             place: form for place, form in enumerate(forms) if isinstance(form, BlockSpec)
         }
@@ -158,7 +156,7 @@ class WidenedReducePlan(ReducePlan):
         by_rank = [viewed(part, self._arrives) for part in arrived]
         targets = list(self.shards_in(output).shards)
         if self.layout.mask_numel:
-            targets.append(output[self._mask])
+            targets.append(output[self.mask])
         for place, (target, *parts) in enumerate(zip(targets, *by_rank, strict=True)):
             flat = [part.view(-1) for part in parts]
             if place in self._coded:

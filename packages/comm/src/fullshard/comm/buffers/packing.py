@@ -1,4 +1,4 @@
-"""Gradients on their way into the input of a reduction, and what is left to do to its result.
+"""Gradients on their way into the input of a reduction.
 
 Owns: filling every byte of the input: gradients, mask, zeros. Refuses: launching, and deciding how
 gradients are scaled (see ``scaling``).
@@ -14,12 +14,11 @@ import torch
 
 from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.layouts import views
-from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.layouts.side_by_side import tail_of
 from fullshard.comm.runtime import compat
 
-__all__ = ["pack_gradients", "scale_result", "write_gradients"]
+__all__ = ["pack_gradients", "write_gradients"]
 
 
 def pack_gradients(
@@ -72,7 +71,7 @@ def write_gradients(
     if used not in packed.tails:
         tail = tail_of(layout, used, rows.device)
         packed.tails[used] = () if tail is None else (tail.narrow(0, first, count),)
-    compat.side_by_side((*present, *packed.tails[used]), rows)
+    compat.side_by_side([*present, *packed.tails[used]], 0, count, out=rows)
     if count < len(packed.ranks):
         compat.foreach_zero(packed.gaps)
         packed.mask.fill_(used)
@@ -104,9 +103,3 @@ def _copy(
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 packed.mask[:, index].zero_()
-
-
-def scale_result(output: torch.Tensor, layout: Layout, scaling: ReduceScaling) -> None:
-    """Multiply the tensors of this rank's slice by ``scaling.post``, not its mask."""
-    if scaling.scales_after:
-        output[: layout.mask_offset // output.dtype.itemsize].mul_(scaling.post)

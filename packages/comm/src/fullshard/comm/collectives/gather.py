@@ -148,7 +148,7 @@ class OwnShards:
             if self._casts:
                 compat.foreach_copy(target.split(self._sizes), self._flat)
             else:
-                compat.end_to_end(self._flat, target)
+                torch.cat(self._flat, out=target)
             return
         targets = buffer.shards
         if len(self._places) < len(targets):  # empty ones would keep foreach off its fast path
@@ -271,7 +271,7 @@ class FullTensors:
             buffer, rows = in_flight.take(), self._rows
             in_flight.wait()
             if rows is not None and rows.layout is buffer.layout and buffer.stacked is not None:
-                compat.split_rows(buffer.stacked, rows.sizes, rows.targets)
+                compat.split_rows(buffer.stacked, rows.sizes, 1, out=rows.targets)
             else:
                 arrived = self._decode(buffer) if self._coded else buffer.all_pieces
                 compat.foreach_copy(self._pieces, arrived)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer, allocate_from
-from fullshard.comm.buffers.packing import pack_gradients, scale_result
-from fullshard.comm.collectives.launching import emit_launch, wait_for
+from fullshard.comm.buffers.packing import pack_gradients
+from fullshard.comm.collectives.launching import emit_launch, release, wait_for
 from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.debug.debug import DEBUGGED, check_layout, is_debugging
 from fullshard.comm.debug.poison import check_unpoisoned
@@ -120,12 +120,13 @@ class ReduceInFlight:
     def _finish(self) -> None:
         """Scale what a collective that is over has given, and let its input go."""
         plan, config, streams = self.plan, self.plan.config, self.plan.config.streams
-        scale_result(self.output, plan.layout, config.scaling)
+        if config.scaling.scales_after:
+            self.output[: plan.mask.start].mul_(config.scaling.post)
         self.event = streams.record()
         packed, self.packed = self.packed, None
-        if packed is not None and not config.source.release(packed):
+        if packed is not None:
             keep = config.inputs_in_flight - 1  # they travel while one packs
-            streams.retire(packed.tensor, streams.inputs, self.event, keep=keep)
+            release(config, packed, streams.inputs, self.event, keep=keep)
 
 
 def take_input(config: ReduceConfig, layout: Layout, rank: int) -> Buffer:
@@ -147,6 +148,7 @@ class ReducePlan:
         layout: where things lie.
         config: collective, ranks, streams, scaling.
         on_device: whether inputs are in memory of a device that queues its work.
+        mask: where the used-parameter mask is in a slice; the tensors are before it.
     """
 
     def __init__(self, layout: Layout, config: ReduceConfig) -> None:
@@ -163,6 +165,8 @@ class ReducePlan:
         self._narrow = for_first_ranks(layout)
         self._route: Route | None = None
         self._plan = views.shard_plan(layout, self._rank)
+        behind = layout.mask_offset // layout.buffer.dtype.itemsize
+        self.mask = slice(behind, behind + layout.mask_numel)
 
     @torch.no_grad()
     def launch(self, gradients: list[torch.Tensor | None]) -> ReduceInFlight:
@@ -221,7 +225,7 @@ class ReducePlan:
             if self._rank < packed.layout.world_size:
                 output.copy_(packed.slice)
             else:  # every rank asks for the mask
-                views.own_mask(output, self.layout).copy_(packed.mask[0])
+                output[self.mask].copy_(packed.mask[0])
 
         return SeveralWorks(() if work is None else (work,), finish)
 
@@ -252,7 +256,7 @@ class ReducePlan:
             shards = views.viewed(output, self._plan)
         return ReducedShards(
             shards=shards,
-            mask=views.own_mask(output, self.layout) if self.layout.mask_numel else None,
+            mask=output[self.mask] if self.layout.mask_numel else None,
             output=output,
         )
 

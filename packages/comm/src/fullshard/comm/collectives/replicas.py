@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.buffers.packing import scale_result
 from fullshard.comm.collectives.launching import wait_for
 from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight, ReducePlan
@@ -79,8 +78,9 @@ class AllReduceInFlight:
         self._launched = True
 
     def _scale(self) -> None:
-        reduction = self._reduction
-        scale_result(reduction.output, reduction.plan.layout, self._scaling)
+        reduction, scaling = self._reduction, self._scaling
+        if scaling.scales_after:
+            reduction.output[: reduction.plan.mask.start].mul_(scaling.post)
 
     def finish(self) -> None:
         """Blocks until the reduce-scatter is done, and launches the all-reduce if it was not."""

@@ -18,7 +18,8 @@ Private names used (on torch 2.11, 2.13 and 2.15, unless versions are given):
 - ``torch._C._autograd._profiler_enabled``: whether a profiler records, by a call of a builtin.
 - ``torch._C._AutoDispatchBelowADInplaceOrView``: views that share memory, without a relation in
   autograd.
-- ``torch.split_with_sizes_copy`` (undocumented): one kernel that splits into many tensors.
+- ``torch.split_with_sizes_copy`` (undocumented) and ``torch._chunk_cat``: one kernel that splits
+  into many tensors, or joins many.
 - ``torch._foreach_copy_``, ``_foreach_zero_``, ``_foreach_mul_``, ``_foreach_lerp_`` and
   ``_foreach_norm``: many small tensors, one launch. ``torch.optim`` uses these functions.
 """
@@ -27,7 +28,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -41,7 +41,6 @@ __all__ = [
     "backend_names",
     "broadcast_list",
     "default_store",
-    "end_to_end",
     "foreach_copy",
     "foreach_lerp",
     "foreach_norm",
@@ -90,13 +89,12 @@ def without_grad(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return called
 
 
-def no_relation() -> AbstractContextManager[None]:
-    """A context in which a view shares memory with its tensor, and autograd relates them in no way.
+no_relation = torch._C._AutoDispatchBelowADInplaceOrView
+"""A context in which a view shares memory with its tensor, and autograd relates them in no way.
 
-    A step makes one view per gradient. Autograd's record of a view takes a quarter of the time to
-    make the view, and lives as long as the view.
-    """
-    return torch._C._AutoDispatchBelowADInplaceOrView()
+A step makes one view per gradient. Autograd's record of a view takes a quarter of the time to make
+the view, and lives as long as the view.
+"""
 
 
 def _as_moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -252,27 +250,18 @@ foreach_norm = torch._foreach_norm
 """
 
 
-def side_by_side(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-    """Fill ``output`` (``[n, sum of m]``) with tensors of ``n * m`` elements, in one call.
+side_by_side = torch._chunk_cat
+"""Fills ``out`` (``[n, sum of m]``) with tensors of ``n * m`` elements; arguments: tensors, 0, n.
 
-    Tensors must be contiguous, with a dim 0 that is a multiple of ``n`` (``_chunk_cat``; ``cat``
-    would need a view of each, which costs twice the copy).
-    """
-    torch._chunk_cat(list(tensors), 0, output.shape[0], out=output)
+Tensors must be contiguous, with a dim 0 that is a multiple of ``n``. ``cat`` would need a view of
+each, which costs twice the copy.
+"""
 
+split_rows = torch.split_with_sizes_copy
+"""Fills ``out`` (each ``[n, sizes[i]]``) with parts of a tensor; arguments: tensor, sizes, 1.
 
-def split_rows(rows: torch.Tensor, sizes: Sequence[int], outputs: Sequence[torch.Tensor]) -> None:
-    """Fill outputs (``[n, sizes[i]]``) with parts of ``rows`` (``[n, sum of sizes]``), in one call.
-
-    All must be contiguous and of one dtype, or an accelerator launches a kernel for each.
-    """
-    torch.split_with_sizes_copy(rows, list(sizes), 1, out=list(outputs))
-
-
-def end_to_end(tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-    """Fill ``output`` with flat tensors of its dtype, one after the other, in one call."""
-    if tensors:  # torch refuses empty lists
-        torch.cat(list(tensors), out=output)
+All must be contiguous and of one dtype, or an accelerator launches a kernel for each.
+"""
 
 
 def foreach_zero(targets: Sequence[torch.Tensor]) -> None:

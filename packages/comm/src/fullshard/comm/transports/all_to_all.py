@@ -158,7 +158,7 @@ class AllToAllTransport(ProcessGroupTransport):
         check_reduction(op, first.dtype)
         numels = [part.numel() for part in parts]
         sent = _Parts(sum(numels), first, process_group)
-        compat.end_to_end(parts, sent.data)
+        torch.cat(list(parts), out=sent.data)
         arrived = _Parts(size * numels[rank], first, process_group)
         work = all_to_all(arrived.data, sent.data, process_group, True, numels)
         return _reducing(work, [arrived, sent], parts[rank], op)

@@ -153,14 +153,11 @@ def local_shards(tensors: Iterable[object]) -> list[torch.Tensor | None]:
     return list(map(getattr, tensors, repeat("_local_tensor"), repeat(None)))
 
 
-def without_torch_function() -> AbstractContextManager[None]:
-    """Return a context in which torch never calls ``__torch_function__``.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""A context in which torch never calls ``__torch_function__``.
 
-    Otherwise each read of an attribute of a ``Parameter`` or ``DTensor`` takes twice as long
-    (``DisableTorchFunctionSubclass``).
-    """
-    return torch._C.DisableTorchFunctionSubclass()
-
+Otherwise each read of an attribute of a ``Parameter`` or ``DTensor`` takes twice as long.
+"""
 
 _grad_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 

@@ -34,10 +34,9 @@ def may_hook_saved_tensors(own: type) -> bool:
     return top is None or isinstance(getattr(top[0], "__self__", None), own)
 
 
-def queue_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when this backward ends without an error, as DDP does (its engine)."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
+queue_end_of_backward: Callable[[Callable[[], None]], None]
+queue_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
+"""Calls its argument when this backward ends without an error, as DDP does (its engine)."""
 
 
 def refuse_compiled_autograd() -> None:
