@@ -65,7 +65,7 @@ LEFT_OUT: dict[Site, str] = {
     ),
     (
         "FSDPParamGroup.wait_for_unshard",
-        "self.gathering.wait(user_may_write=user_may_write, no_graph_alias=not self._live)",
+        "self.gathering.wait(Holders(user_may_write, no_graph_alias=not self._live))",
     ): _FOUND,
     ("_commit", "streams.record()"): _EARLY,
     ("_commit", "streams.current().wait_event(done)"): _EARLY,

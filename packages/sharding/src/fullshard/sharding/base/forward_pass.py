@@ -229,6 +229,7 @@ class ParameterGeneration:
         replacements: how often a tensor of the group, or a place that holds one, was replaced.
             Lists of these tensors and places are read again when it has changed.
         data_was_set: whether ``data`` of a sharded parameter was; see [Note: data].
+        outstanding: the numbers of the forwards of this generation that await their backward.
     """
 
     def __init__(self) -> None:
@@ -236,38 +237,21 @@ class ParameterGeneration:
         self.number = 0
         self.replacements = 0
         self.data_was_set = False
-        self._passes: set[int] = set()
-
-    def forget_passes(self) -> None:
-        """Counts no forward any more."""
-        self._passes.clear()
+        self.outstanding: set[int] = set()
 
     def advance(self) -> None:
         """Declare every copy made so far stale, and forwards that await their backward ended."""
         self.number += 1
-        self._passes.clear()
-
-    @property
-    def outstanding(self) -> bool:
-        """Whether any forward of this generation awaits its backward."""
-        return bool(self._passes)
-
-    def awaits(self, number: int) -> bool:
-        """Return whether forward ``number`` awaits a backward."""
-        return number in self._passes
-
-    def add(self, number: int) -> None:
-        """Counts a forward."""
-        self._passes.add(number)
+        self.outstanding.clear()
 
     def expire(self, number: int) -> None:
         """Stop tracking a forward whose graph died; that one awaited its backward stays a fact."""
-        if number in self._passes:
-            self._passes.discard(number)
-            self._passes.add(_EXPIRED)
+        if number in self.outstanding:
+            self.outstanding.discard(number)
+            self.outstanding.add(_EXPIRED)
 
     def end(self, number: int) -> bool:
         """End a forward, and return whether it was counted and is the last."""
-        counted = number in self._passes
-        self._passes.discard(number)
-        return counted and not self._passes
+        counted = number in self.outstanding
+        self.outstanding.discard(number)
+        return counted and not self.outstanding

@@ -25,11 +25,12 @@ from fullshard.sharding.gather.in_place import (
     SharedBufferUnshard,
     open_shared_memory,
 )
-from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.post_forward import PostForwardUnshard
 from fullshard.sharding.gather.strategy import (
     BufferedUnshard,
     FinishesGather,
+    GatherInputs,
+    Holders,
     UnshardedMemory,
     UnshardStrategy,
 )
@@ -307,7 +308,8 @@ class Gathering:
         strategy = self._strategy
         if strategy is None or self._chosen_for is not self.config.comm:
             strategy = self._strategy = self._choose(self._prepared or self.prepare())
-        self.announce(strategy)
+        if LISTENERS or DEBUGGED or self._watch.sums:
+            self.announce(strategy)
         sends = strategy.sends(self.config)
         self.begin(sends.gather(self.config, async_op=async_op), strategy)
         return True
@@ -322,36 +324,29 @@ class Gathering:
         self._become(_UNSHARDED)
 
     def announce(self, strategy: UnshardStrategy) -> None:
-        """Announce a gather by ``strategy``, or a gather that ends like its own."""
+        """Announce a gather by ``strategy`` to observers and to debug mode."""
         if LISTENERS:
             emit(EventKind.UNSHARD, self.name, rank=self.rank)
-        self._gathered_of = self._generation.number
         if self._watch.sums or DEBUGGED:
             self._watch.copied(self.params, kept=strategy.keeps_shards)
 
     def begin(self, in_flight: object, finishes: FinishesGather) -> None:
         """Take part in a gather that was launched, and that ``finishes`` ends."""
         self.in_flight, self._finishes = in_flight, finishes
+        self._gathered_of = self._generation.number
         self.gathers += 1
         self._become(_UNSHARDING)
 
-    def wait(self, *, user_may_write: bool, no_graph_alias: bool) -> None:
-        """Finish the gather: the modules hold full parameters after it.
-
-        Args:
-            user_may_write: a user holds them, who may write.
-            no_graph_alias: no graph holds an alias of them.
-        """
-        self._user_wrote |= user_may_write
+    def wait(self, holders: Holders) -> None:
+        """Finish the gather: the modules hold full parameters after it."""
+        self._user_wrote |= holders.user_may_write
         in_flight, self.in_flight = self.in_flight, None
         if in_flight is None or self._finishes is None:
-            if user_may_write and self.state is _UNSHARDED and self._prepared is not None:
+            if holders.user_may_write and self.state is _UNSHARDED and self._prepared is not None:
                 memory = self._prepared.memory
-                memory.point_at(memory.home, user_may_write=True, no_graph_alias=no_graph_alias)
+                memory.point_at(memory.home, holders)
             return
-        self._finishes.finish(
-            in_flight, user_may_write=user_may_write, no_graph_alias=no_graph_alias
-        )
+        self._finishes.finish(in_flight, holders)
         self.swap.to_unsharded()
         self._become(_UNSHARDED)
         if LISTENERS:

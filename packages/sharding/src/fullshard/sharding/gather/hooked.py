@@ -27,8 +27,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.comm import AllGatherInFlight, GatherConfig, Layout, TensorSpec
 from fullshard.comm.spi import OwnShards, rank_major
 from fullshard.sharding.base.compat import storage_of
-from fullshard.sharding.gather.inputs import GatherInputs
-from fullshard.sharding.gather.strategy import BufferedUnshard, UnshardedMemory
+from fullshard.sharding.gather.strategy import (
+    BufferedUnshard,
+    GatherInputs,
+    Holders,
+    UnshardedMemory,
+)
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.param_sharding import GATHER_HOOKS, has_hooks
 
@@ -103,13 +107,11 @@ class HookedUnshard(BufferedUnshard):
         ]
 
     @torch.no_grad()
-    def finish(
-        self, in_flight: AllGatherInFlight, *, user_may_write: bool, no_graph_alias: bool
-    ) -> None:
+    def finish(self, in_flight: AllGatherInFlight, holders: Holders) -> None:
         """Unpack, and call the hooks on the tensors that were gathered for them."""
         for hooked in self._hooked:
             hooked.allocate()
-        super().finish(in_flight, user_may_write=user_may_write, no_graph_alias=no_graph_alias)
+        super().finish(in_flight, holders)
         for hooked in self._hooked:
             hooked.complete()
             if hooked.releases and not self.is_read_later:

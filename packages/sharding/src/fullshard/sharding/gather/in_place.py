@@ -27,8 +27,9 @@ from fullshard.comm.spi import (
     traits_of,
 )
 from fullshard.sharding.base.tensors import is_plain
-from fullshard.sharding.gather.inputs import GatherInputs
 from fullshard.sharding.gather.strategy import (
+    GatherInputs,
+    Holders,
     ParamStorage,
     UnshardedMemory,
     UnshardStrategy,
@@ -95,15 +96,13 @@ class AliasedUnshard(UnshardStrategy):
             self._alias = AliasedShards(shards, self.memory.to_use) if usable else None
         return LocalGather(shards, self._alias, config.name)
 
-    def finish(self, in_flight: LocalGather, *, user_may_write: bool, no_graph_alias: bool) -> None:
+    def finish(self, in_flight: LocalGather, holders: Holders) -> None:
         """Copy where a user may write, or to cast."""
         memory, shards = self.memory, in_flight.shards
         if in_flight.alias is not None:
-            memory.point_at(
-                in_flight.alias, user_may_write=user_may_write, no_graph_alias=no_graph_alias
-            )
+            memory.point_at(in_flight.alias, holders)
             return
-        memory.repoint(memory, no_graph_alias=no_graph_alias)
+        memory.repoint(memory, holders)
         pairs = zip(shards.tensors, shards.layout.specs, strict=True)
         memory.fill_from([shard.view(spec.shape) for shard, spec in pairs])
         emit(EventKind.COPY_OUT, in_flight.name, rank=0, nbytes=memory.nbytes, stream="current")
@@ -181,14 +180,10 @@ class SharedBufferUnshard(UnshardStrategy):
         """Return this rank's shards, and where to write them."""
         return SharedShards(self.inputs.sends(config), self._shared)
 
-    def finish(
-        self, in_flight: SharedGatherInFlight, *, user_may_write: bool, no_graph_alias: bool
-    ) -> None:
+    def finish(self, in_flight: SharedGatherInFlight, holders: Holders) -> None:
         """Wait; copy if parameters are in other memory."""
         in_flight.wait()
-        self.memory.point_at(
-            self._shared, user_may_write=user_may_write, no_graph_alias=no_graph_alias
-        )
+        self.memory.point_at(self._shared, holders)
 
     def discard(self, in_flight: SharedGatherInFlight) -> None:
         """Wait: other ranks read what this rank writes."""

@@ -14,7 +14,12 @@ import torch
 from fullshard.comm import AllGatherInFlight, GatherConfig, Layout, foreach_all_gather
 from fullshard.comm.spi import StreamEvent, rank_major
 from fullshard.sharding.base.forward_pass import ParameterGeneration
-from fullshard.sharding.gather.strategy import BufferedUnshard, SendsShards, UnshardStrategy
+from fullshard.sharding.gather.strategy import (
+    BufferedUnshard,
+    Holders,
+    SendsShards,
+    UnshardStrategy,
+)
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 
 __all__ = ["PostForwardUnshard"]
@@ -77,11 +82,9 @@ class PostForwardUnshard(UnshardStrategy):
         self._gathered_of = self._generation.number
         return self._inner.sends(config)
 
-    def finish(
-        self, in_flight: AllGatherInFlight, *, user_may_write: bool, no_graph_alias: bool
-    ) -> None:
+    def finish(self, in_flight: AllGatherInFlight, holders: Holders) -> None:
         """Wait and copy out, as ``inner`` does."""
-        self._inner.finish(in_flight, user_may_write=user_may_write, no_graph_alias=no_graph_alias)
+        self._inner.finish(in_flight, holders)
 
     def discard(self, in_flight: AllGatherInFlight) -> None:
         """Wait for a gather whose result is not needed."""

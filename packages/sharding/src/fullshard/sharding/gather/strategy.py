@@ -1,10 +1,11 @@
 """How a group's shards become full parameters: the contract, the memory, and the ordinary way.
 
-Owns what unshard strategies share, the memory of a group's unsharded parameters. There is one class
-for each way: shards are packed into buffers (here), gathered in shared memory or used directly in a
-world of one (both in ``in_place``), or processed by hooks of the parameters (``hooked``). A group's
-is chosen at its first gather, from facts that all ranks share. ``post_forward`` and ``buckets``
-send other shards, and finish through buffers. A strategy keeps nothing of a gather in flight.
+Owns what unshard strategies share: the memory of a group's unsharded parameters, and the inputs of
+a gather. There is one class for each way: shards are packed into buffers (here), gathered in shared
+memory or used directly in a world of one (both in ``in_place``), or processed by hooks of the
+parameters (``hooked``). A group's is chosen at its first gather, from facts that all ranks share.
+``post_forward`` and ``buckets`` send other shards, and finish through buffers. A strategy keeps
+nothing of a gather in flight. The policy of offload knows where shards live, and moves them.
 
 [Note: own store] An autograd graph may hold aliases of an unsharded parameter (a linear saves
 ``weight.t()``). Therefore the unsharded parameters keep their tensors and their storage as long as
@@ -25,21 +26,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from operator import is_
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from fullshard.comm import AllGatherInFlight, GatherConfig, TensorSpec
-from fullshard.comm.spi import FullTensors, OwnShards, foreach_copy
-from fullshard.sharding.base.compat import retire_aliases
-from fullshard.sharding.base.memory import set_data
+from fullshard.comm import AllGatherInFlight, GatherConfig, Layout, TensorSpec
+from fullshard.comm.spi import FullTensors, OwnShards, as_arrived, foreach_copy
+from fullshard.sharding.base.compat import local_shard_getter, retire_aliases
+from fullshard.sharding.base.memory import addresses_of, set_data
+from fullshard.sharding.base.policies import declares
 from fullshard.sharding.base.tensors import is_plain
-from fullshard.sharding.gather.inputs import GatherInputs
+from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.params.param_sharding import ParamSharding
 
 __all__ = [
     "BufferedUnshard",
     "FinishesGather",
+    "GatherInputs",
+    "Holders",
     "ParamStorage",
     "SendsShards",
     "UnshardStrategy",
@@ -49,6 +55,7 @@ __all__ = [
     "view_of",
 ]
 
+_stored = local_shard_getter("sharded")
 _ALIGNMENT = 64  # bytes: a cache line, and more than any vector load asks for
 
 ViewFns = Sequence[Callable[[torch.Tensor], torch.Tensor]]
@@ -56,6 +63,18 @@ ViewFns = Sequence[Callable[[torch.Tensor], torch.Tensor]]
 
 
 # -- memory ---------------------------------------------------------------------------------------
+
+
+class Holders(NamedTuple):
+    """Who holds the full parameters of a group: where they may be follows from it.
+
+    Attributes:
+        user_may_write: a user holds them, who may write: they must be in private memory.
+        no_graph_alias: no graph holds an alias of them: they may move to other memory.
+    """
+
+    user_may_write: bool
+    no_graph_alias: bool
 
 
 class ParamStorage:
@@ -124,28 +143,22 @@ class UnshardedMemory(ParamStorage):
         """Whether parameters can move to other memory: tensor parallel ones are DTensors."""
         return all(is_plain(param) for param in self.params)
 
-    def repoint(self, home: ParamStorage, *, no_graph_alias: bool) -> None:
-        """Store the parameters in ``home``, if they may leave their present memory.
-
-        Args:
-            home: this, or other memory.
-            no_graph_alias: no graph holds an alias of them.
-        """
-        if home is not self.home and (no_graph_alias or self.home.outlives_groups):
+    def repoint(self, home: ParamStorage, holders: Holders) -> None:
+        """Store the parameters in ``home``, this or other memory, if they may leave theirs."""
+        if home is not self.home and (holders.no_graph_alias or self.home.outlives_groups):
             if not self.home.outlives_groups:
                 retire_aliases(self.params)  # a graph that no hook belongs to may hold some
             self.home = home
             self.put_back()
 
-    def point_at(self, home: ParamStorage, *, user_may_write: bool, no_graph_alias: bool) -> None:
+    def point_at(self, home: ParamStorage, holders: Holders) -> None:
         """Store the parameters in the filled ``home``, or copy from it if they cannot move.
 
         Args:
             home: filled memory, which may already hold the parameters; given back if it was copied.
-            user_may_write: a user holds them, who may write: they lie here.
-            no_graph_alias: no graph holds an alias of them.
+            holders: who holds them. For a user who may write, they are stored here.
         """
-        self.repoint(self if user_may_write else home, no_graph_alias=no_graph_alias)
+        self.repoint(self if holders.user_may_write else home, holders)
         if self.home is not home:
             self.fill_from(home.write_views)
             home.free()
@@ -198,6 +211,72 @@ def view_of(base: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
     return flat.set_(base.untyped_storage(), offset // spec.dtype.itemsize, shape, strides)
 
 
+# -- what is sent ---------------------------------------------------------------------------------
+
+
+class GatherInputs:
+    """The inputs of gathers of the same parameters, brought to the device and checked.
+
+    Gathers send the same object again while the shards live where they are sent from. Where they
+    live elsewhere, each gather has copies of its own, made on the stream that reads them.
+
+    Attributes:
+        params: the parameters.
+        layout: of a gather of all.
+        as_stored: whether gathers send the shards themselves, not copies.
+        may_coalesce: whether one gather may send these and the shards of other groups.
+    """
+
+    may_coalesce = True
+
+    def __init__(
+        self, params: Sequence[FSDPParam], layout: Layout, shardings: Sequence[ParamSharding] = ()
+    ) -> None:
+        """Take the parameters in the order of ``layout``.
+
+        ``shardings``: what makes a stored shard travel; empty: the parameters' own.
+        """
+        self.params = tuple(params)
+        self.layout = layout
+        self._shardings = tuple(shardings) or tuple([param.sharding for param in params])
+        self.as_stored = all(declares(each.offload, "stages_in_nothing") for each in params)
+        self._shards: list[torch.Tensor] = []
+        self._addresses: list[int] = []  # of those
+        self._sent: OwnShards | None = None  # made of those
+
+    def sends(self, config: GatherConfig) -> OwnShards:
+        """Return what a gather sends: one object as long as gathers send the shards themselves."""
+        shards = list(map(_stored, self.params))
+        sent, addresses = self._sent, addresses_of(shards)
+        same = addresses == self._addresses and all(map(is_, shards, self._shards))
+        if sent is None or not same:
+            pairs = zip(self._shardings, self.staged(config), strict=True)
+            travel = [sharding.to_travel(each) for sharding, each in pairs]
+            sent = OwnShards(travel, self.layout, config)
+            if self.as_stored:
+                self._shards, self._addresses, self._sent = shards, addresses, sent
+        return sent
+
+    def forget_copies(self) -> None:
+        """Make the next gather start from the stored shards, as it does here."""
+
+    def arrived(self, param: FSDPParam) -> torch.Tensor:
+        """Return the stored shard of ``param`` with the values that a gather delivers."""
+        return as_arrived(param.shard, param.sent, param.mesh_info.shard_rank)
+
+    def staged(self, config: GatherConfig) -> Sequence[torch.Tensor]:
+        """Return each parameter's shard on the device, as the copy-in stream sees it.
+
+        Copies are made on that stream, which alone reads them.
+        """
+        shards = list(map(_stored, self.params))
+        if self.as_stored:
+            return shards
+        with config.streams.use(config.streams.copy_in):
+            pairs = zip(self.params, shards, strict=True)
+            return [param.offload.stage_in(shard, config.device) for param, shard in pairs]
+
+
 # -- the contract ---------------------------------------------------------------------------------
 
 
@@ -211,13 +290,12 @@ class SendsShards(Protocol):
 class FinishesGather(Protocol):
     """The end of a gather in flight: what its ``SendsShards.gather`` returned."""
 
-    def finish(self, in_flight: Any, *, user_may_write: bool, no_graph_alias: bool) -> None:
+    def finish(self, in_flight: Any, holders: Holders) -> None:
         """Wait for the gather, and make the unsharded parameters from its result.
 
         Args:
             in_flight: the gather, which is used up.
-            user_may_write: a user holds them, who may write.
-            no_graph_alias: no graph holds an alias of them.
+            holders: who holds the full parameters.
         """
 
     def discard(self, in_flight: Any) -> None:
@@ -280,13 +358,11 @@ class BufferedUnshard(UnshardStrategy):
         """Return this rank's shards."""
         return self.inputs.sends(config)
 
-    def finish(
-        self, in_flight: AllGatherInFlight, *, user_may_write: bool, no_graph_alias: bool
-    ) -> None:
+    def finish(self, in_flight: AllGatherInFlight, holders: Holders) -> None:
         """Wait and copy out: to private memory, unless a graph keeps other memory."""
         memory = self.memory
-        # leave the memory of a replaced collective
-        memory.repoint(memory, no_graph_alias=no_graph_alias)
+        if memory.home is not memory:  # of a replaced collective
+            memory.repoint(memory, holders)
         home, layout = memory.home, in_flight.layout
         home.allocate()
         full = self._full.get(id(layout)) if home is memory else None

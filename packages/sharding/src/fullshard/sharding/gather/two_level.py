@@ -17,7 +17,7 @@ import torch
 from fullshard.comm import GatherConfig, Layout, default_all_gather
 from fullshard.comm.spi import FullTensors, OwnShards, as_arrived, rank_major
 from fullshard.sharding.base.forward_pass import ParameterGeneration
-from fullshard.sharding.gather.inputs import GatherInputs
+from fullshard.sharding.gather.strategy import GatherInputs
 from fullshard.sharding.mesh.mesh_info import TwoLevelMeshInfo
 from fullshard.sharding.params.param import FSDPParam
 

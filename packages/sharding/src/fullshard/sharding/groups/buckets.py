@@ -35,7 +35,7 @@ from fullshard.comm.spi import (
 )
 from fullshard.sharding.base.states import LeaseKind, ShardedState
 from fullshard.sharding.gather.gathering import Gathering
-from fullshard.sharding.gather.inputs import GatherInputs
+from fullshard.sharding.gather.strategy import GatherInputs, Holders
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
 from fullshard.sharding.reduce.reduction import ReductionQueue
@@ -95,9 +95,7 @@ class Bucket:
             each.begin(in_flight, self)
         return True
 
-    def finish(
-        self, in_flight: AllGatherInFlight, *, user_may_write: bool, no_graph_alias: bool
-    ) -> None:
+    def finish(self, in_flight: AllGatherInFlight, holders: Holders) -> None:
         """Wait and copy the parts of all groups out; later calls only wait.
 
         Every group gets its memory now; those that gave their part up give it back.

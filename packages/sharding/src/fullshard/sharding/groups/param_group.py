@@ -20,6 +20,7 @@ from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneratio
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import LeaseKind, Leases, ShardedState, TrainingState
 from fullshard.sharding.gather.gathering import Gathering, ParametersChangedError
+from fullshard.sharding.gather.strategy import Holders
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.lookup import owner_of
 from fullshard.sharding.params.param import FSDPParam
@@ -128,15 +129,12 @@ class FSDPParamGroup:
     def wait_for_unshard(self) -> None:
         """Finish the gather: the modules hold full parameters after it."""
         user_may_write = not _WRITERS.isdisjoint(self.leases.out)
-        self.gathering.wait(user_may_write=user_may_write, no_graph_alias=not self._live)
+        self.gathering.wait(Holders(user_may_write, no_graph_alias=not self._live))
 
-    def reshard_if_unheld(self, *, after_forward: bool = False) -> None:
-        """Reshard if the group has no lease.
-
-        ``after_forward``: to the post-forward mesh if there is one and a backward may follow.
-        """
+    def reshard_if_unheld(self) -> None:
+        """Reshard if the group has no lease."""
         if not self.leases.out:
-            self.gathering.reshard(after_forward=after_forward)
+            self.gathering.reshard()
 
     def refresh(self) -> None:
         """Discard an unsharded copy that is stale, before a forward or a user takes it.
@@ -154,7 +152,8 @@ class FSDPParamGroup:
             self._require_unchanged()
         if self.gathering.swap.replaced and not self.copied:
             self.adopt_registered()
-        if self.gathering.stale:
+        has_copy = self.gathering.state is not ShardedState.SHARDED or self.leases.out
+        if has_copy and self.gathering.stale:
             self.leases.drop(LeaseKind.KEPT, LeaseKind.PREFETCH)
             self.gathering.reshard()
         elif LeaseKind.GRAPH in self.leases.out and not self._kept_in_this_forward:
@@ -239,7 +238,7 @@ class FSDPParamGroup:
             self.gathering.note()
 
     def release(self, kind: LeaseKind, owner: int = 0) -> None:
-        """Return a lease, and reshard if it was the last."""
+        """Return a lease, and reshard if it was the last: after a forward for its backward."""
         self.leases.release(kind, owner)
         if not self.leases.out:
             self.gathering.reshard(after_forward=kind is LeaseKind.FORWARD)
@@ -286,7 +285,7 @@ class FSDPParamGroup:
         """Counts a forward as outstanding, unless it is a recomputation, which may never end."""
         self._live.add(weakref.ref(begun, self._live.discard))
         if not begun.recompute:
-            self.generation.add(begun.number)
+            self.generation.outstanding.add(begun.number)
 
     def release_expired(self) -> None:
         """Release what forwards held whose graphs were freed; between steps."""
@@ -341,7 +340,7 @@ class FSDPParamGroup:
         # A pass in a tied group may be closed already, by the first of its groups to finish.
         begun, self._begun = self._begun, []
         still_open = begun and [
-            each for each in begun if each.in_backward or self.generation.awaits(each.number)
+            each for each in begun if each.in_backward or each.number in self.generation.outstanding
         ]
         unsharding = self.gathering.state is ShardedState.UNSHARDING
         if unsharding or not (self.gradients.in_backward or keep):
@@ -370,7 +369,7 @@ class FSDPParamGroup:
     def _release_backward(self, number: int, *, keep: bool) -> None:
         """Return what forward ``number`` holds for its backward; its gradients were taken."""
         self.leases.end_pass(number)
-        if keep and self.state is ShardedState.UNSHARDED:
+        if keep and self.gathering.state is ShardedState.UNSHARDED:
             self.keep()
         self.reshard_if_unheld()
 
@@ -380,7 +379,7 @@ class FSDPParamGroup:
             if each is not None:
                 each.close()
         self._begun.clear()
-        self.generation.forget_passes()
+        self.generation.outstanding.clear()
         self.leases = Leases()
         self.reshard_if_unheld()
         return self.gradients.abandon()
