@@ -25,12 +25,12 @@ class BookOfLeases(RuleBasedStateMachine):
 
     @rule(kind=KINDS, owner=OWNERS)
     def take(self, kind: LeaseKind, owner: int) -> None:
-        self.leases.take(kind, owner)
+        self.leases.add(kind, owner)
         self.model[kind, owner] += 1
 
     @rule(kind=KINDS, owner=OWNERS)
     def hold(self, kind: LeaseKind, owner: int) -> None:
-        self.leases.hold(kind, owner)
+        self.leases.add_once(kind, owner)
         self.model[kind, owner] = max(self.model[kind, owner], 1)
 
     @rule(kind=KINDS, owner=OWNERS)
@@ -84,17 +84,17 @@ TestBookOfLeases.settings = settings(
 @pytest.mark.parametrize("kind", LeaseKind)
 def test_returning_what_was_dropped_meanwhile_does_nothing(kind: LeaseKind) -> None:
     leases = Leases()
-    leases.take(kind, 7)
+    leases.add(kind, 7)
     leases.drop(kind)
     leases.release(kind, 7)
     assert not leases.out
-    leases.take(kind, 7)
+    leases.add(kind, 7)
     assert leases.count(kind) == 1, "the superfluous return is not owed"
 
 
 def test_one_owner_cannot_return_the_lease_of_another() -> None:
     leases = Leases()
-    leases.take(LeaseKind.GRAPH, 1)
+    leases.add(LeaseKind.GRAPH, 1)
     leases.release(LeaseKind.GRAPH, 2)
     assert leases.count(LeaseKind.GRAPH) == 1
 

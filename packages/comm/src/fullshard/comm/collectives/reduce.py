@@ -103,7 +103,7 @@ class ReduceInFlight:
         self.plan.config.streams.current().wait_event(self.event)
         return self.result
 
-    finish = discard = wait  # nothing follows
+    finish = discard = wait  # nothing follows the reduce-scatter, and other ranks read its input
 
     def launched(self, work: dist.Work | None) -> None:
         """Take the handle of its collective; None: it is over."""

@@ -75,6 +75,9 @@ EPOCH = [0]
 class Route:
     """The functions that implement the collectives of one process group, device and operation.
 
+    A plan looks its route up once, and again when settings change. ``launch`` ends at the process
+    group, ``runtime.compat.gather_into`` say, or in memory that ranks share.
+
     Attributes:
         launch: takes a collective's tensors, process group (operation) and ``async_op``, in this
             order, and returns a work handle or None. A user's code is ``checked``.

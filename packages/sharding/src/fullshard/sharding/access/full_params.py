@@ -149,7 +149,7 @@ class LeasedParams(FullParams):
         """Take a lease and issue the gather; ranks that are not to have them free them."""
         self.group.refresh()
         self.group.gathering.drop_copies()
-        self.group.leases.take(LeaseKind.BLOCK, self._owner)
+        self.group.leases.add(LeaseKind.BLOCK, self._owner)
         self.group.shared.streams.synchronize_with_current()  # which may have changed shards
         self.group.gathering.unshard(async_op=True)
         if not self.holds:

@@ -53,7 +53,7 @@ class HeldStep:
         for root in self._roots:
             root.finalizes_by_hand |= has_backward
         for group in self.groups:
-            group.leases.hold(LeaseKind.STEP)
+            group.leases.add_once(LeaseKind.STEP)
             group.gradients.accumulation.synchronises &= not has_backward
 
     def release(self) -> None:

@@ -209,7 +209,7 @@ class CommSettings:
             ValueError: if it is not positive.
         """
         require_count("max_input_buffers", max_input_buffers)
-        _reduce_with(self, recurse, max_inputs=max_input_buffers)
+        _reduce_with(self, recurse, inputs_in_flight=max_input_buffers)
 
     def set_gather_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
         """Set how many MiB of small gathers may share a launch; 0: each group has its own.
@@ -297,7 +297,7 @@ class CommSettings:
         """
         require_bool("keep", keep)
         for group in groups_of(self, recurse):
-            group.gradients.accumulation.keeps = keep
+            group.gradients.accumulation.survives_errors = keep
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None

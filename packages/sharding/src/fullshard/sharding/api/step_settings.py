@@ -161,7 +161,7 @@ class StepSettings:
         the_state(self).context.require_quiet("set_placements")
         placed = [placed_anew(state.mesh_info, placements) for state in states]
         for state, each in zip(states, placed, strict=True):
-            if each.keeps_full and not state.context.schedule.keeps:
+            if each.keeps_full and not state.context.schedule.allows_kept_groups:
                 raise ValueError(
                     f"{placements!r} keep full parameters within a step, which a rank that skips "
                     "a group in the canonical order does not have; pass placements without "

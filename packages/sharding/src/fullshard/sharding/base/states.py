@@ -41,7 +41,7 @@ class ShardedState(Enum):
 
 
 class TrainingState(Enum):
-    """The activity of a group: a label read off its leases, which decides nothing."""
+    """The activity of a group, as its leases show it; ``Leases.in_use`` decides by it."""
 
     IDLE = "idle"
     """Nobody uses the group."""
@@ -144,18 +144,18 @@ class Leases:
         """Start with none."""
         self.out: dict[LeaseKind, list[int]] = {}
 
-    def take(self, kind: LeaseKind, owner: int = 0) -> None:
+    def add(self, kind: LeaseKind, owner: int = 0) -> None:
         """Add a lease."""
         self.out.setdefault(kind, []).append(owner)
 
-    def claim(self, kind: LeaseKind, owner: int = 0) -> None:
+    def add_in_place_of_prefetch(self, kind: LeaseKind, owner: int = 0) -> None:
         """Add a lease, which replaces PREFETCH, KEPT and USER leases."""
         out = self.out
         for ahead in _AHEAD if out else ():
             out.pop(ahead, None)
         out.setdefault(kind, []).append(owner)
 
-    def hold(self, kind: LeaseKind, owner: int = 0) -> None:
+    def add_once(self, kind: LeaseKind, owner: int = 0) -> None:
         """Add a lease unless it exists already: of all kinds but those that modules claim."""
         if owner not in self.out.setdefault(kind, [owner]):
             self.out[kind].append(owner)
@@ -168,7 +168,7 @@ class Leases:
             if not owners:
                 del self.out[kind]
 
-    def end_pass(self, number: int) -> None:
+    def return_pass(self, number: int) -> None:
         """Return the leases of forward ``number`` for its backward, and one RECOMPUTE lease."""
         for kind, owner in (
             (LeaseKind.GRAPH, number),

@@ -69,7 +69,7 @@ class Gathering:
             differently.
         keeps_storage: the memory of the full parameters stays allocated while they are sharded.
         keeps_full: full parameters outlive a reshard; see [Note: kept copies].
-        keeps_copies: full parameters or compute shards do.
+        keeps_copies: whether full parameters or compute shards outlive a reshard.
         within_step: the last backward was one that others of the same step follow.
     """
 

@@ -90,7 +90,7 @@ class Bucket:
             each.announce(strategy)
         in_flight = self._inputs.sends(self._config).gather(self._config)
         for group in ahead_of:
-            group.leases.hold(LeaseKind.PREFETCH)
+            group.leases.add_once(LeaseKind.PREFETCH)
         for each, _, _ in self._made_of:
             each.begin(in_flight, self)
         return True

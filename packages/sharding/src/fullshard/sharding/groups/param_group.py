@@ -40,7 +40,7 @@ class FSDPParamGroup:
         name: for messages and events.
         params: its parameters, in the order of their first place in the modules.
         leases: who holds it unsharded.
-        keeps: whether its module keeps it unsharded after backward.
+        full_after_backward: whether its module keeps it unsharded after backward.
         copied: whether modules hold a block's copies of its parameters, which are not taken over.
         generation: which version of its parameters there is.
         shared: what it communicates through, with all groups of its root.
@@ -67,7 +67,7 @@ class FSDPParamGroup:
         self.shared = shared
         self.rank = mesh_info.shard_rank
         self.leases = Leases()
-        self.keeps = self.copied = False
+        self.full_after_backward = self.copied = False
         self.expired: deque[int] = deque()  # filled by any thread
         self.generation = ParameterGeneration()
         for param in params:
@@ -86,7 +86,7 @@ class FSDPParamGroup:
         self.gradients = GroupGradients(self.params, self.device, shared, policies.wire)
         self.gather_cap_mb = coalesced_cap_mb(mesh_info.shard_world_size)
         self._live: set[weakref.ref[ForwardPass]] = set()  # a WeakSet's methods are in Python
-        self._kept_in_this_forward = False
+        self._refreshed_in_this_forward = False
         self._begun: list[ForwardPass] = []  # those that the present backward reached
         self._noted = False  # whether full parameters are read-only now
 
@@ -156,10 +156,10 @@ class FSDPParamGroup:
         if has_copy and self.gathering.stale:
             self.leases.drop(LeaseKind.KEPT, LeaseKind.PREFETCH)
             self.gathering.reshard()
-        elif LeaseKind.GRAPH in self.leases.out and not self._kept_in_this_forward:
+        elif LeaseKind.GRAPH in self.leases.out and not self._refreshed_in_this_forward:
             self.leases.drop(LeaseKind.GRAPH)
             self.reshard_if_unheld()
-        self._kept_in_this_forward = True
+        self._refreshed_in_this_forward = True
 
     def _require_unchanged(self) -> None:
         """Raise if a user changed full parameters since ``_note()``."""
@@ -177,7 +177,7 @@ class FSDPParamGroup:
 
     def end_of_forward(self) -> None:
         """End the root's forward: what graphs hold from now on is a rank's own affair."""
-        self._kept_in_this_forward = False
+        self._refreshed_in_this_forward = False
         if LeaseKind.PREFETCH in self.leases.out:
             self.drop_leases(LeaseKind.PREFETCH)
 
@@ -193,9 +193,9 @@ class FSDPParamGroup:
             self.refresh()
         elif self._noted:
             self._require_unchanged()
-        self.leases.claim(LeaseKind.FORWARD)
+        self.leases.add_in_place_of_prefetch(LeaseKind.FORWARD)
 
-    def begin_backward(self, begun: ForwardPass) -> None:
+    def begin_backward(self, forward_pass: ForwardPass) -> None:
         """Hold the group for the backward of a forward.
 
         Raises:
@@ -203,8 +203,8 @@ class FSDPParamGroup:
         """
         if self._noted:
             self._require_unchanged()
-        self.leases.claim(LeaseKind.BACKWARD, begun.number)
-        self._begun.append(begun)
+        self.leases.add_in_place_of_prefetch(LeaseKind.BACKWARD, forward_pass.number)
+        self._begun.append(forward_pass)
         self.gradients.in_backward = True
 
     @not_pickled
@@ -223,12 +223,12 @@ class FSDPParamGroup:
     def hold_for_graph(self, number: int) -> None:
         """Take the lease of a forward that keeps the group for its backward."""
         self.gathering.kept_by_graphs = True
-        self.leases.hold(LeaseKind.GRAPH, number)
+        self.leases.add_once(LeaseKind.GRAPH, number)
         self._note()
 
     def keep(self) -> None:
         """Take a lease without a holder: the group stays unsharded for its next use."""
-        self.leases.hold(LeaseKind.KEPT)
+        self.leases.add_once(LeaseKind.KEPT)
         self._note()
 
     def _note(self) -> None:
@@ -249,7 +249,7 @@ class FSDPParamGroup:
             return False
         if self.gathering.keeps_full and self.gathering.has_full:
             return False
-        self.leases.hold(LeaseKind.PREFETCH)
+        self.leases.add_once(LeaseKind.PREFETCH)
         if LISTENERS:
             emit(EventKind.PREFETCH, self.name, rank=self.rank)
         return self.gathering.unshard(async_op=True)
@@ -259,7 +259,7 @@ class FSDPParamGroup:
         if not self.leases.in_use:
             self.refresh()
             self.gathering.drop_copies()
-            self.leases.hold(LeaseKind.USER)
+            self.leases.add_once(LeaseKind.USER)
         self.gathering.unshard(async_op=async_op)
 
     def reshard(self) -> None:
@@ -281,11 +281,11 @@ class FSDPParamGroup:
 
     # -- forwards that a backward may follow ------------------------------------------------------
 
-    def add_pass(self, begun: ForwardPass) -> None:
-        """Counts a forward as outstanding, unless it is a recomputation, which may never end."""
-        self._live.add(weakref.ref(begun, self._live.discard))
-        if not begun.recompute:
-            self.generation.outstanding.add(begun.number)
+    def add_pass(self, forward_pass: ForwardPass) -> None:
+        """Count a forward as outstanding, unless it is a recomputation, which may never end."""
+        self._live.add(weakref.ref(forward_pass, self._live.discard))
+        if not forward_pass.recompute:
+            self.generation.outstanding.add(forward_pass.number)
 
     def release_expired(self) -> None:
         """Release what forwards held whose graphs were freed; between steps."""
@@ -295,20 +295,22 @@ class FSDPParamGroup:
             self.leases.release(LeaseKind.GRAPH, number)
             self.release(LeaseKind.BACKWARD, number)
 
-    def end_pass(self, ended: ForwardPass) -> bool:
-        """End the backward of ``ended``, and return whether it was the last outstanding one.
+    def note_pass_ended(self, forward_pass: ForwardPass) -> bool:
+        """End a backward, which reached the inputs; return whether it was the last outstanding one.
 
-        The backward reached the inputs. ``pop_ready`` follows.
+        ``take_reductions_and_reshard`` follows.
         """
-        if ended in self._begun:
-            self._begun.remove(ended)
+        if forward_pass in self._begun:
+            self._begun.remove(forward_pass)
         if LISTENERS:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
-        generation = self.generation
-        return generation.end(ended.number) or (ended.recompute and not generation.outstanding)
+        last = self.generation.end(forward_pass.number)
+        return last or (forward_pass.recompute and not self.generation.outstanding)
 
-    def pop_ready(self, number: int, *, reduce: bool, keep: bool) -> ReadyReductions:
-        """Release what a forward holds for its backward, and return the reductions to launch now.
+    def take_reductions_and_reshard(
+        self, number: int, *, reduce: bool, keep: bool
+    ) -> ReadyReductions:
+        """Give back what a forward holds for its backward; return the reductions to launch now.
 
         Args:
             number: of the forward.
@@ -320,22 +322,19 @@ class FSDPParamGroup:
         return ready
 
     def pop_in_turn(self) -> ReadyReductions:
-        """Return the reductions of all gradients; where there are none, take part with zeros."""
+        """Return the reductions of all gradients, or of zeros where there are none."""
         if not self.gradients.is_set_up:  # then its gather is not prepared either
             self.gathering.prepare()
         return self.gradients.pop_ready(reduce=True)
 
     def finish_backward(self, *, keep: bool, keep_ahead: bool) -> ReadyReductions:
-        """End all that backward began and did not end: called once, when all of backward is over.
+        """End all that backward left open, once at its end; return the reductions to launch now.
 
         ``GroupGradients.end_of_backward`` follows, once the reductions are launched.
 
         Args:
             keep: the group stays unsharded, if backward reached it.
             keep_ahead: a gather ahead of use that no module claimed stays for the next backward.
-
-        Returns:
-            The reductions to launch now.
         """
         # A pass in a tied group may be closed already, by the first of its groups to finish.
         begun, self._begun = self._begun, []
@@ -361,14 +360,14 @@ class FSDPParamGroup:
         if not gradients.reduced or gradients.grads_after_reduce:
             reached = gradients.in_backward or gradients.in_unsynced_backward
             reached = reached or gradients.accumulation.waiting or gradients.strategy.owes
-            return self.pop_ready(0, reduce=reached, keep=reached and keep)
+            return self.take_reductions_and_reshard(0, reduce=reached, keep=reached and keep)
         if self.gathering.state is not ShardedState.SHARDED:
             self._release_backward(0, keep=keep)
         return ()
 
     def _release_backward(self, number: int, *, keep: bool) -> None:
         """Return what forward ``number`` holds for its backward; its gradients were taken."""
-        self.leases.end_pass(number)
+        self.leases.return_pass(number)
         if keep and self.gathering.state is ShardedState.UNSHARDED:
             self.keep()
         self.reshard_if_unheld()

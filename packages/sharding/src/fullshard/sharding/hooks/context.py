@@ -248,16 +248,16 @@ class RootContext:
 
     @untraced
     def _end_backward(self) -> None:
-        apart = functorch_is_active() or is_profiled()
-        with set_apart("root_post_backward_callback", "") if apart else NOTHING:
-            ended, self._end = self._end, None
+        needs_range = functorch_is_active() or is_profiled()
+        with set_apart("root_post_backward_callback", "") if needs_range else NOTHING:
+            end, self._end = self._end, None
             self.steps += 1
             self.schedule.end(backward=True)
             by_hand, is_last = self.finalizes_by_hand, self.is_last_backward
             try:
                 error = self._leave_backward() if by_hand else self._finish_groups(is_last=is_last)
             except BaseException:
-                self._end = ended  # so the next forward sees that it did not
+                self._end = end  # so the next forward sees that it did not
                 raise
             if is_last and not by_hand:
                 self.commit()
@@ -277,8 +277,8 @@ class RootContext:
             if group.gradients.accumulation.reduces or LeaseKind.STEP in group.leases.out:
                 group.gradients.leave_backward()
             else:
-                late = self.schedule.finish_backward(group, is_last=False)
-                error = error or late
+                error_of_group = self.schedule.finish_backward(group, is_last=False)
+                error = error or error_of_group
         keep_copies_within_step(self.groups, is_last=False)
         self.schedule.buckets.launch_waiting()
         if not error:
@@ -289,8 +289,8 @@ class RootContext:
         """Finish the backward of all groups, launch all reductions, and return the first error."""
         error = ""
         for group in reversed(self.record.used):
-            late = self.schedule.finish_backward(group, is_last=is_last)
-            error = error or late
+            error_of_group = self.schedule.finish_backward(group, is_last=is_last)
+            error = error or error_of_group
         if len(self.record.used) < len(self.groups):
             self._end_unused()
         self._release_expired()
@@ -319,7 +319,7 @@ class RootContext:
         """
         self.require_quiet("finalize_backward")
         for group in self.record.used:
-            if not group.keeps:  # as it is now
+            if not group.full_after_backward:  # as it is now
                 group.leases.drop(LeaseKind.KEPT)
         error = self._finish_groups(is_last=True)
         if error:
@@ -329,7 +329,7 @@ class RootContext:
     def _end_unused(self) -> None:
         """Reshard what a user gathered and no forward has ever used: a backward ends that, too."""
         for group in self.groups:
-            if group not in self.record.used and not group.keeps:
+            if group not in self.record.used and not group.full_after_backward:
                 group.drop_leases(LeaseKind.USER)
 
     # -- errors -----------------------------------------------------------------------------------

@@ -135,9 +135,9 @@ class ModuleState:
         self.is_root = is_root
         self.reshards_after_forward = self.after_forward(is_root)
         self._adapts_inputs = (is_root and self.device.type != "cpu") or not self.casts_nothing
-        keeps = not self.after_backward(is_root)
+        full_after_backward = not self.after_backward(is_root)
         for group in self.own_groups:
-            group.keeps = keeps
+            group.full_after_backward = full_after_backward
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -288,7 +288,7 @@ class ModuleState:
                     group, kept_for, keep=keep, unfinished=bool(self._to_run)
                 )
             elif kept_for is not None:
-                group.leases.take(LeaseKind.RECOMPUTE)
+                group.leases.add(LeaseKind.RECOMPUTE)
             group.release(LeaseKind.FORWARD)
         if call.entered:
             self.context.leave_forward(raised=output is None and sys.exception() is not None)
@@ -305,8 +305,8 @@ class ModuleState:
             return
         start = perf_counter_ns()
         try:
-            apart = functorch_is_active() or is_profiled()
-            with set_apart("pre_backward", self.name) if apart else NOTHING:
+            needs_range = functorch_is_active() or is_profiled()
+            with set_apart("pre_backward", self.name) if needs_range else NOTHING:
                 context, schedule = self.context, self.context.schedule
                 context.enter_backward()
                 forward_pass.begin_backward()
@@ -338,15 +338,15 @@ class ModuleState:
         start = perf_counter_ns()
         forward_pass.reached += 1
         try:
-            apart = functorch_is_active() or is_profiled()
-            with set_apart("post_backward", self.name) if apart else NOTHING:
+            needs_range = functorch_is_active() or is_profiled()
+            with set_apart("post_backward", self.name) if needs_range else NOTHING:
                 if forward_pass.reached >= forward_pass.calls and not forward_pass.done:
                     if not forward_pass.in_backward:  # see [Note: unannounced backward]
                         self.context.enter_backward()
                     forward_pass.close()
                     schedule = self.context.schedule
                     for group in self.groups:
-                        schedule.end_pass(group, forward_pass)
+                        schedule.reduce_if_last(group, forward_pass)
         finally:
             self.host_ns += perf_counter_ns() - start
         if not grads or not torch.is_grad_enabled():

@@ -159,13 +159,13 @@ class Schedule:
     """When does a group communicate? Here as its module runs.
 
     Attributes:
-        keeps: whether a group may stay unsharded after a backward.
+        allows_kept_groups: whether a group may stay unsharded after a backward.
         before_reduction: called before a group reduces as its backward ends, if it is set, as
             ``early_gradients`` does.
         buckets: the groups that share launches.
     """
 
-    keeps = True
+    allows_kept_groups = True
 
     def __init__(self) -> None:
         """Initialise without a root."""
@@ -223,15 +223,17 @@ class Schedule:
         elif keep:
             group.keep()
         elif unfinished:
-            group.leases.hold(LeaseKind.PREFETCH)
+            group.leases.add_once(LeaseKind.PREFETCH)
 
-    def end_pass(self, group: FSDPParamGroup, ended: ForwardPass) -> None:
-        """End the backward of ``ended`` in ``group``; reduce if it was the last outstanding."""
+    def reduce_if_last(self, group: FSDPParamGroup, forward_pass: ForwardPass) -> None:
+        """End a backward in ``group``, and reduce if it was the last outstanding one."""
         if self.before_reduction is not None:
             self.before_reduction()
-        last, gradients = group.end_pass(ended), group.gradients
+        last, gradients = group.note_pass_ended(forward_pass), group.gradients
         gradients.grads_after_reduce |= gradients.reduced and not last
-        ready = group.pop_ready(ended.number, reduce=last, keep=group.keeps)
+        ready = group.take_reductions_and_reshard(
+            forward_pass.number, reduce=last, keep=group.full_after_backward
+        )
         group.shared.queue.launch(ready)
 
     def finish_backward(self, group: FSDPParamGroup, *, is_last: bool) -> str:
@@ -240,8 +242,10 @@ class Schedule:
         ``is_last``: no other backward follows before the optimizer steps. Returns an error message;
         see ``GroupGradients.end_of_backward``.
         """
-        keep, keep_ahead = self.keeps and group.keeps, self.keeps and not is_last
-        ready = group.finish_backward(keep=keep, keep_ahead=keep_ahead)
+        allowed = self.allows_kept_groups
+        ready = group.finish_backward(
+            keep=allowed and group.full_after_backward, keep_ahead=allowed and not is_last
+        )
         group.shared.queue.launch(ready)
         return group.gradients.end_of_backward()
 

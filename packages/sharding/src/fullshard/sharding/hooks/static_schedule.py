@@ -61,7 +61,7 @@ class Step:
 class StaticSchedule(Schedule):
     """All ranks follow one order; see [Note: canonical order]."""
 
-    keeps = False
+    allows_kept_groups = False
 
     def __init__(self, events: Sequence[Event], slack: int) -> None:
         """Take the order from ``events``: those of the modules under a root."""
@@ -121,7 +121,7 @@ class StaticSchedule(Schedule):
         """
         index = self._position[Step(group)]
         if self._steps is self._backward:
-            group.leases.hold(LeaseKind.PREFETCH)  # until it is reduced
+            group.leases.add_once(LeaseKind.PREFETCH)  # until it is reduced
         if group in self._ahead:
             self._drop(len(self._ahead) - self._ahead.index(group))
             self._ahead.remove(group)
@@ -150,16 +150,16 @@ class StaticSchedule(Schedule):
     ) -> None:
         """Keep it to the end of the root's forward, as it is gathered only once."""
         if keep or unfinished or group in self._repeated:
-            group.leases.hold(LeaseKind.PREFETCH)
+            group.leases.add_once(LeaseKind.PREFETCH)
 
-    def end_pass(self, group: FSDPParamGroup, ended: ForwardPass) -> None:
+    def reduce_if_last(self, group: FSDPParamGroup, forward_pass: ForwardPass) -> None:
         """Issue all steps up to the reduction of ``group``, if its last outstanding forward ended.
 
         The reduction of a group of several modules waits for its turn: a forward that a checkpoint
         has yet to compute again is not outstanding.
         """
-        last = group.end_pass(ended)
-        group.pop_ready(ended.number, reduce=False, keep=False)
+        last = group.note_pass_ended(forward_pass)
+        group.take_reductions_and_reshard(forward_pass.number, reduce=False, keep=False)
         if last and group not in self._repeated:
             self._advance(self._position[Step(group, reduces=True)] + 1)
 

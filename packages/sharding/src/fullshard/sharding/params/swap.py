@@ -114,7 +114,7 @@ class Swap:
         require_own_data(self._params)
 
     def forget(self) -> None:
-        """Knows no place until the next swap: modules may hold copies, which replace nothing."""
+        """Forget the places, which the next swap looks up; until then ``replaced`` is False."""
         self._replacements = -1
         self._places: list[Registry] = []
         self._get: Callable[[Any, str], nn.Parameter | None] = dict.get

@@ -28,7 +28,7 @@ class Accumulation:
     Attributes:
         synchronises: whether the user lets backwards reduce (``set_requires_gradient_sync``).
         waits_for_last: whether placements let the present backward leave its gradients here.
-        keeps: whether gradients of backwards that ended well outlive one that raises.
+        survives_errors: whether gradients of backwards that ended well outlive one that raises.
         unsynced: whether such backwards left any.
         kept: by parameter the sum in the reduce dtype, apart from what autograd adds to.
     """
@@ -36,7 +36,7 @@ class Accumulation:
     def __init__(self, params: Sequence[FSDPParam]) -> None:
         """Start with none."""
         self.synchronises, self.waits_for_last = True, False
-        self.keeps = False
+        self.survives_errors = False
         self.unsynced = False
         self.kept: dict[FSDPParam, torch.Tensor] = {}
         self._params = params
@@ -92,7 +92,7 @@ class Accumulation:
             left = param.autograd_grad
             if left is None:
                 continue
-            if self.keeps or param in self.kept or left.dtype != param.reduce_dtype:
+            if self.survives_errors or param in self.kept or left.dtype != param.reduce_dtype:
                 self.set_grad(param, self.take_of(param))
 
     def pop_grads(self) -> list[torch.Tensor | None]:
@@ -109,7 +109,7 @@ class Accumulation:
                 if left is not None and (left.layout is not dense or left.requires_grad):
                     found[at] = self._params[at].to_reduce(left)
             return found
-        if self.keeps:
+        if self.survives_errors:
             self._saved = {**self.kept, **self._saved}
         return [self.take_of(param) for param in self._params]
 
@@ -135,7 +135,7 @@ class Accumulation:
         """Note a successful backward; ``waiting``: whether it left gradients."""
         self.unsynced = waiting
         self._saved.clear()
-        if self.keeps and waiting:
+        if self.survives_errors and waiting:
             self.stash()
 
     def abandon(self, *, keep: bool) -> None:

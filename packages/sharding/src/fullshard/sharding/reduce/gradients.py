@@ -143,7 +143,7 @@ class GroupGradients:
             reduce: whether it is time.
         """
         if not (reduce and self.accumulation.reduces):
-            if not self.accumulation.keeps:  # else at the end of backward, which may raise
+            if not self.accumulation.survives_errors:  # else once backward ended without an error
                 self.accumulation.stash()
             return ()
         self.reduced = True
@@ -192,7 +192,7 @@ class GroupGradients:
             device=self.device,
             scaling=replace(scaling, post=1.0) if self.strategy.has_second_reduction else scaling,
             name=self.name,
-            inputs_in_flight=settings.max_inputs,
+            inputs_in_flight=settings.inputs_in_flight,
             source=self._shared.source,
         )
         ends_here = settings.hook is None and not self.strategy.has_second_reduction
@@ -258,7 +258,7 @@ class GroupGradients:
         Other gradients are from successful backwards without communication; they stay if the
         accumulation keeps them.
         """
-        keep = self.accumulation.keeps
+        keep = self.accumulation.survives_errors
         lost = self.unsynced and not keep
         self.in_unsynced_backward &= keep
         self.accumulation.abandon(keep=keep)

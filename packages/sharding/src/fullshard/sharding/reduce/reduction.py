@@ -62,7 +62,7 @@ class ReduceSettings:
         process_group: the ranks of the mesh's shard axis.
         divide_factor: what divides the sum, or a tensor that holds it then; None: the world size.
         force_sum: whether the backend is asked for sums only.
-        max_inputs: how many packed inputs may be alive at once.
+        inputs_in_flight: how many packed inputs may be alive at once.
         zero_unused: whether a parameter that no rank used gets zeros instead of no gradient.
         cap_mb: MiB of small reductions that may share a launch; 0: each has its own.
         hook: called with each reduced buffer.
@@ -73,7 +73,7 @@ class ReduceSettings:
     process_group: dist.ProcessGroup
     divide_factor: float | torch.Tensor | None = None
     force_sum: bool = False
-    max_inputs: int = 1  # as in torch: two took as long a step, and more memory
+    inputs_in_flight: int = 1  # as in torch: two took as long a step, and more memory
     zero_unused: bool = False
     cap_mb: float
     hook: Callable[[torch.Tensor], None] | None = None
@@ -112,7 +112,7 @@ class ReductionSetup:
 
     @cached_property
     def launch(self) -> Launch:
-        """The function that launches it."""
+        """The function that launches it: by default ``ReducePlan.launch``; see ``launch_of``."""
         forms = [param.grad_sent for param in self.params]
         plan = self.wire.reduction(self.layout, forms, self.config)
         return self.strategy.launch_of(plan, self.params, self.scaling)
@@ -190,7 +190,7 @@ class _Pending:
 
         Returns the parameters with hooks to call after accumulation.
         """
-        told = []
+        hooked_params = []
         with without_torch_function():
             for param, gradient in self.staged:
                 sharded = param.sharded
@@ -202,8 +202,8 @@ class _Pending:
                 elif not self.setup.stores_gradients or _is_read(param, present, gradient):
                     local_shard(present).add_(gradient)
                 if hooks_after_accumulation(sharded):
-                    told.append(sharded)
-        return told
+                    hooked_params.append(sharded)
+        return hooked_params
 
 
 class ReductionQueue:
