@@ -252,8 +252,9 @@ class ReducePlan:
 
     def shards_in(self, output: torch.Tensor) -> ReducedShards:
         """Return this rank's shards from its slice of the result, ``[slice_numel]``."""
+        start = int(output.storage_offset())
         with no_relation():  # each is to be a gradient by itself
-            shards = views.viewed(output, self._plan)
+            shards = [output.as_strided(at.size, at.stride, start + at.offset) for at in self._plan]
         return ReducedShards(
             shards=shards,
             mask=output[self.mask] if self.layout.mask_numel else None,
