@@ -7,7 +7,7 @@ the other, in one process, and takes the mean of the gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from fullshard.sharding import FSDPModule, ShardingPlacements, fully_shard
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.hooks.lookup import the_state
 from fullshard.sharding.hooks.static_schedule import Event, Step, backward_steps, forward_steps
+from support.apart import private_memory
 from support.modules import Assembled
 from support.ranks import distributed
 from support.surface.ranks import everyone
@@ -379,6 +380,37 @@ def test_a_smaller_world_is_refused() -> None:
     assert isinstance(net, FSDPModule)
     with pytest.raises(ValueError, match=r"extra.*post-forward mesh"):
         net.set_canonical_order()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@distributed(2)
+def test_after_a_pass_that_raised_ranks_that_skipped_different_groups_train_on(
+    where: str, shared: bool
+) -> None:
+    """They came to different places of the order."""
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError
+
+    plans, rank = ["vta", "ta"], dist.get_rank()
+    with nullcontext() if shared else private_memory():
+        net, plain = shard(), Net().double()
+        for step in range(2):
+            if where == "forward":
+                hook = net.text[0].register_forward_hook(fail)
+            else:
+                hook = net.text[0].register_forward_hook(
+                    lambda _, args, out: out.register_hook(fail) and None
+                )
+            with pytest.raises(ArithmeticError):
+                loss_of(net, rank, 7, plans[rank]).backward()
+            hook.remove()
+            net.reset_iter_state()  # type: ignore[operator]  # a sharded module
+            loss_of(net, rank, step, plans[rank]).backward()
+            for each, plan in enumerate(plans):
+                (loss_of(plain, each, step, plan) / 2).backward()
+    assert_gradients(net, plain)
 
 
 @distributed(2)

@@ -279,6 +279,26 @@ def test_after_a_forward_that_was_interrupted_steps_are_right_without_a_word(whe
     assert caught.tb is not None, "frames that ended are alive, as in a notebook"
 
 
+@distributed(2)
+def test_a_state_dict_may_be_saved_after_a_backward_that_raised() -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise MemoryError
+
+    net, plain = _recursive()
+    handle = net.layers[1].register_forward_pre_hook(
+        lambda _, args: args[0].register_hook(fail) and None
+    )
+    with pytest.raises(MemoryError):
+        net(_batch(7, dist.get_rank())).sum().backward()
+    handle.remove()
+    with pytest.warns(RuntimeWarning, match="did not finish"):
+        saved = net.state_dict()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(saved[name].full_tensor(), value), name
+    with _no_warning():
+        _assert_step_of_both(net, plain, 0)
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError, ValueError])
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.cross

@@ -28,7 +28,7 @@ from fullshard.elastic import IntegrityChecks, IntegrityPolicy
 from fullshard.optim import FileTier, HostTier, OffloadedOptimizer, OverlappedStep
 from fullshard.policies import CPUOffloadPolicy, FileOffloadPolicy
 from fullshard.sharding import FSDPModule, ShardingPlacements, SlowRanks, unsharded
-from support.fuzz.case import FuzzCase
+from support.fuzz.case import Checkpointing, FuzzCase, NodeCase
 from support.ranks import cpu_mesh
 
 __all__ = ["NOTHING", "PLACED", "Around", "AroundCase", "draw_around"]
@@ -79,14 +79,21 @@ def draw_around(case: FuzzCase) -> AroundCase:
     known = [*PLACED] if case.world_size == 4 else [*ONE_AXIS]
     if case.canonical:  # in which ranks keep no full parameters
         known = [name for name in known if PLACED[name].compute != ()]
+    wrapped = ["plain", "files", "host"]
+    if not any(_is_reentrant(node) for node in case.nodes):  # which may reduce a group twice
+        wrapped.append("overlapped")
     return AroundCase(
         placements=rng.choice(["", *known]),
         offload=rng.choice(["none", "cpu", "files"]),
-        optimizer=rng.choice(["plain", "overlapped", "files", "host"]),
+        optimizer=rng.choice(wrapped),
         checks=rng.random() < 0.3,
         watches=rng.random() < 0.3,
         before=tuple(tuple(rng.sample([*_EVENTS], rng.randint(0, 2))) for _ in case.steps),
     )
+
+
+def _is_reentrant(node: NodeCase) -> bool:
+    return node.checkpointing is Checkpointing.REENTRANT or any(map(_is_reentrant, node.children))
 
 
 class Around:

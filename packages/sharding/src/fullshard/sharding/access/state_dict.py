@@ -137,11 +137,13 @@ def _reshard(group: FSDPParamGroup, call: str) -> None:
 
 
 def require_between_steps(group: FSDPParamGroup, call: str) -> None:
-    """Return if no forward or backward uses ``group``.
+    """Return if no forward or backward uses ``group``; end a backward that raised.
 
     Raises:
         RuntimeError: if one does, saying so of ``call``.
     """
+    if group.leases.in_use:
+        group.end_raised_backward()
     if group.leases.in_use:
         raise RuntimeError(
             f"{call} was called while parameter group {group.name!r} is in the middle of its "

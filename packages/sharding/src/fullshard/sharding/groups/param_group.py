@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -49,6 +49,7 @@ class FSDPParamGroup:
         gather_cap_mb: MiB of small gathers that may share a launch; 0: it is gathered by itself.
         expired: numbers of forwards whose graphs were freed, until what they held is released.
         announce_backward: reports a backward to the root, if the root has not seen it.
+        end_raised_backward: ends a backward of the root that raised, if nothing is in progress.
     """
 
     def __init__(self, params: Sequence[FSDPParam], policies: Policies, shared: SharedComm) -> None:
@@ -73,7 +74,7 @@ class FSDPParamGroup:
         for param in params:
             param.group, param.generation = self, self.generation
             param.on_gradient = self.gradient_arrived
-        self.announce_backward: Callable[[], None] = _no_root
+        self.announce_backward = self.end_raised_backward = _no_root
         process_group = mesh_info.shard_process_group
         config = GatherConfig(
             comm=policies.wire.all_gather(process_group),

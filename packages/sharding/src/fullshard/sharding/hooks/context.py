@@ -100,6 +100,7 @@ class RootContext:
             group.share(self.shared)
             group.generation.replacements += 1  # lists of the groups of a root are made again
             group.announce_backward = self.enter_backward
+            group.end_raised_backward = self.end_raised_backward
 
     def use_schedule(self, schedule: Schedule) -> None:
         """Let ``schedule`` decide when each group communicates.
@@ -333,6 +334,11 @@ class RootContext:
                 group.drop_leases(LeaseKind.USER)
 
     # -- errors -----------------------------------------------------------------------------------
+
+    def end_raised_backward(self) -> None:
+        """End a backward that raised, as the next forward would, if nothing is in progress."""
+        if self._depth == 0 and self._end is not None and self._end() is None:
+            self._recover()
 
     def reset(self) -> None:
         """Bring every group back to a clean sharded state and forget the iteration.

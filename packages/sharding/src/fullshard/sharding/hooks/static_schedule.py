@@ -87,6 +87,8 @@ class StaticSchedule(Schedule):
 
     def begin(self, *, backward: bool) -> None:
         """Start at the first group; in forward, free groups that an earlier pass left unsharded."""
+        if self._next < len(self._steps):
+            self._issue_rest()
         for group in () if backward else self._groups:
             group.drop_leases(*_LEFT)
         self._without_gather = {
@@ -99,6 +101,13 @@ class StaticSchedule(Schedule):
         self._position = {step: index for index, step in enumerate(self._steps)}
         self._next = 0
         self._ahead.clear()
+
+    def _issue_rest(self) -> None:
+        """Issue the rest of a pass that raised: ranks may have come to other places in it."""
+        self._advance(len(self._steps))
+        for group in self._groups:
+            group.drop_leases(*_LEFT)
+            group.shared.queue.discard()
 
     def begin_recompute(self, begin_backward: Callable[[], None]) -> None:
         """Start at the first group of backward, before its first gather."""
