@@ -23,7 +23,7 @@ def _judge(seed: int, kind: str) -> None:
     # other tests keep the machine busy; and without descriptors for a first save, ranks wait long
     step = max(fault.step, 2) if kind == "open files" else fault.step
     fault = replace(fault, settings=settings, busy=0, step=step)
-    assert judge(fault, restarts=seed % 3 == 0).wrong == [], str(fault)
+    assert judge(fault, restarts=seed % 6 == 1).wrong == [], str(fault)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -57,7 +57,7 @@ def restored(folder: Path, net: Any) -> int:
 
 @pytest.mark.device(paces=True)
 @pytest.mark.parametrize("wrapping", ["blocks", "hybrid"])
-@distributed(4, 2)
+@distributed(2, 4, matrix=(4,))
 def test_torchs_reader_finds_what_was_there_at_the_call(wrapping: str, tmp_path: Path) -> None:
     wrap = sharded if wrapping == "blocks" else hybrid
     net = wrap(build())
