@@ -64,7 +64,7 @@ def undocumented(module: griffe.Module) -> Iterator[str]:
 def bare_attributes(module: griffe.Module) -> Iterator[str]:
     """Yields the full name of each public attribute that no docstring names."""
     for name, found in _public(module):
-        described = _described(found)
+        described = set().union(*map(_described, _with_bases(found)))
         for member in _bare_members(found):
             is_plain = member.is_attribute and "property" not in member.labels
             if is_plain and member.name not in described:
@@ -110,6 +110,13 @@ def _bare_members(found: griffe.Object | griffe.Alias) -> Iterator[griffe.Object
     for name, member in target.all_members.items() if target.is_class else ():
         if not (name.startswith("_") or member.has_docstring):
             yield member
+
+
+def _with_bases(found: griffe.Object | griffe.Alias) -> Iterator[griffe.Object | griffe.Alias]:
+    """Yields ``found`` and the classes that it inherits from."""
+    target = found.final_target if isinstance(found, griffe.Alias) else found
+    yield target
+    yield from target.mro() if isinstance(target, griffe.Class) else ()
 
 
 def _described(found: griffe.Object | griffe.Alias) -> set[str]:

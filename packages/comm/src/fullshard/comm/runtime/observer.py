@@ -100,9 +100,15 @@ class Mark(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """An event: its kind, name, rank, bytes, time and stream.
+    """Something that happened on this rank.
 
-    ``name`` is a group's or module's full name; ``time_ns`` is ``time.perf_counter_ns()``.
+    Attributes:
+        kind: what happened.
+        name: the full name of a group or module.
+        rank: this rank, among those that share the group.
+        nbytes: bytes that the event carried.
+        time_ns: ``time.perf_counter_ns()`` when it happened.
+        stream: the name of the stream, if it belongs to one.
     """
 
     kind: EventKind
@@ -198,7 +204,11 @@ def _remove(observer: Observer) -> None:
 
 @dataclass
 class EventLog:
-    """An observer that keeps every event, in order."""
+    """An observer that keeps every event, in order.
+
+    Attributes:
+        events: the events so far, the oldest first.
+    """
 
     events: list[Event] = field(default_factory=list)
 
@@ -225,7 +235,12 @@ class EventLog:
 
 @dataclass(frozen=True, kw_only=True)
 class CommStatistics:
-    """How often each kind of event happened and how many bytes it carried; 0 if it never did."""
+    """How often each kind of event happened and how many bytes it carried; 0 if it never did.
+
+    Attributes:
+        counts: the number of events of each kind.
+        nbytes: the bytes of all events of each kind.
+    """
 
     counts: Mapping[EventKind, int]
     nbytes: Mapping[EventKind, int]

@@ -61,6 +61,14 @@ class Program:
     The fields after ``layers`` change the run for an experiment.
 
     Attributes:
+        build_model: return the model, unsharded.
+        shard: shard the model in place.
+        batch: the batch of this rank, or a function of a step that returns it.
+        loss: return the loss of model and batch.
+        steps: optimizer steps of the run.
+        optimizer: return the optimizer of parameters.
+        tokens: return the number of items that a loss is the mean of; None: all ranks have as many.
+        seed: of random numbers.
         seeds: how random numbers are seeded.
         weighted: multiply each rank's loss by its share of all tokens.
         unhooked: build the reference without the hooks of its parameters.

@@ -34,7 +34,20 @@ __all__ = ["Category", "Ledger", "Peak"]
 
 
 class Category(enum.IntEnum):
-    """The purpose of memory. Of several, a storage counts under the first."""
+    """The purpose of memory. Of several, a storage counts under the first.
+
+    Attributes:
+        SHARDS: sharded parameters.
+        OPTIMIZER_STATE: optimizer state.
+        GRADIENTS: sharded gradients.
+        GATHERED: gathered parameters.
+        UNREDUCED: gradients before their reduction.
+        COLLECTIVES: buffers of collectives.
+        BATCH: the batch.
+        ACTIVATIONS: activations.
+        TEMPORARY: tensors that live for a moment.
+        INSIDE: memory inside operations and collectives.
+    """
 
     SHARDS = 0
     OPTIMIZER_STATE = 1
