@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fullshard.optim import FileTier, OffloadedOptimizer, OverlappedStep
 from fullshard.policies import CPUOffloadPolicy, FileOffloadPolicy, MixedPrecisionPolicy, shard_file
 from fullshard.sharding import FSDPModule, NoOffload, fully_shard, grad_norm
-from support.optim.offloaded import Program, adamw, assert_equal_runs, part
+from support.optim.offloaded import Program, adamw, assert_equal_runs, part, run_both
 from support.ranks import distributed
 from support.surface.model import Net, batch, build, sharded
 from support.surface.ranks import everyone
@@ -65,10 +65,7 @@ def test_steps_equal_those_with_gradients_in_memory(name: str, tmp_path: Path) -
     program, policy = PROGRAMS[name], in_file(tmp_path)
     mine = apart(build(), **program.arguments, offload_policy=policy)
     theirs = apart(build(), **program.arguments)
-    one, other = program.make(mine), program.make(theirs)
-    program.run(mine, one, range(3))
-    program.run(theirs, other, range(3))
-    assert_equal_runs(mine, one, theirs, other)
+    run_both(program, mine, theirs)
     assert_in_file(mine, policy)
     assert all(map(torch.equal, gradients_of(mine), gradients_of(theirs)))
     assert list(tmp_path.iterdir()) == []

@@ -23,7 +23,7 @@ from fullshard.policies import CPUOffloadPolicy, FileOffloadPolicy, MixedPrecisi
 from fullshard.policies.file_space import FileSpace
 from fullshard.policies.shard_file import ShardFile
 from fullshard.sharding import FSDPModule, RankMismatchError
-from support.optim.offloaded import Program, adamw, assert_equal_runs, part
+from support.optim.offloaded import Program, adamw, assert_equal_runs, part, run_both
 from support.ranks import distributed
 from support.surface.model import batch, build, sharded, train
 from support.surface.ranks import everyone
@@ -59,10 +59,7 @@ def test_steps_equal_those_without_offload_to_the_bit(name: str, tmp_path: Path)
     program, policy = PROGRAMS[name], in_file(tmp_path)
     mine = sharded(build(), **program.arguments, offload_policy=policy)
     theirs = sharded(build(), **program.arguments)
-    one, other = program.make(mine), program.make(theirs)
-    program.run(mine, one, range(3))
-    program.run(theirs, other, range(3))
-    assert_equal_runs(mine, one, theirs, other)
+    run_both(program, mine, theirs)
     assert_in_file(mine, policy)
     assert list(tmp_path.iterdir()) == []
 

@@ -414,6 +414,29 @@ def test_after_a_pass_that_raised_ranks_that_skipped_different_groups_train_on(
 
 
 @distributed(2)
+def test_a_forward_that_raises_leaves_the_reductions_of_backwards_before_it() -> None:
+    """They are under way, as no backward waited for them."""
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError
+
+    plans, rank = ["vta", "ta"], dist.get_rank()
+    net, plain = shard(), Net().double()
+    assert isinstance(net, FSDPModule)
+    net.set_is_last_backward(False)
+    loss_of(net, rank, 0, plans[rank]).backward()
+    hook = net.text[0].register_forward_hook(fail)
+    with pytest.raises(ArithmeticError):
+        loss_of(net, rank, 7, plans[rank])
+    hook.remove()
+    net.set_is_last_backward(True)
+    loss_of(net, rank, 1, plans[rank]).backward()
+    for step in range(2):
+        add_up(plain, plans, step)
+    assert_gradients(net, plain)
+
+
+@distributed(2)
 def test_full_parameters_that_are_kept_within_a_step_are_refused() -> None:
     net = Net()
     fully_shard(net.extra, placements=ShardingPlacements.zero(1))

@@ -87,6 +87,14 @@ PROGRAMS = {
 }
 
 
+def run_both(program: Program, mine: nn.Module, theirs: nn.Module) -> None:
+    """Train both models for three steps; they end with the same bits."""
+    one, other = program.make(mine), program.make(theirs)
+    program.run(mine, one, range(3))
+    program.run(theirs, other, range(3))
+    assert_equal_runs(mine, one, theirs, other)
+
+
 def part(value: Any) -> torch.Tensor:
     """This rank's part of a parameter or of a value of the state, on the CPU."""
     local = value.to_local() if isinstance(value, DTensor) else torch.as_tensor(value)

@@ -103,11 +103,16 @@ class StaticSchedule(Schedule):
         self._ahead.clear()
 
     def _issue_rest(self) -> None:
-        """Issue the rest of a pass that raised: ranks may have come to other places in it."""
+        """Issue the rest of a pass that raised: ranks may have come to other places in it.
+
+        The reductions of such a backward are discarded. Reductions of earlier backwards stay.
+        """
+        queue = self._groups[0].shared.queue
+        queue.commit_sealed()
         self._advance(len(self._steps))
         for group in self._groups:
             group.drop_leases(*_LEFT)
-            group.shared.queue.discard()
+        queue.discard()
 
     def begin_recompute(self, begin_backward: Callable[[], None]) -> None:
         """Start at the first group of backward, before its first gather."""
