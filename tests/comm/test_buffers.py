@@ -13,6 +13,7 @@ from comm.stand_ins import group_of
 from fullshard.comm import (
     AllGather,
     BufferPool,
+    CommStreams,
     DefaultAllGather,
     RankMajorLayout,
     TensorSpec,
@@ -39,6 +40,11 @@ def take(pool: BufferPool, layout: RankMajorLayout, comm: Any = None) -> Buffer:
     return pool.take(DefaultAllGather() if comm is None else comm, layout, 0, CPU)
 
 
+def give_back(pool: BufferPool, buffer: Buffer) -> None:
+    streams = CommStreams.shared(CPU)
+    pool.release(buffer, streams, streams.copy_in)
+
+
 def address(buffer: Buffer) -> int:
     return buffer.tensor.untyped_storage().data_ptr()
 
@@ -48,7 +54,7 @@ def test_buffers_that_were_given_back_are_handed_out_again_with_their_views() ->
     first = take(pool, SMALL)
     views = first.shards, first.pieces, first.gaps
     assert pool.nbytes == 0
-    assert pool.release(first)
+    give_back(pool, first)
     again = take(pool, SMALL)
     assert again is first
     assert (again.shards, again.pieces, again.gaps) == views
@@ -58,7 +64,7 @@ def test_buffers_in_use_are_nobody_elses() -> None:
     pool = BufferPool()
     first, second = take(pool, SMALL), take(pool, SMALL)
     assert address(first) != address(second)
-    pool.release(first)
+    give_back(pool, first)
     assert address(take(pool, SMALL)) == address(first)
 
 
@@ -66,17 +72,17 @@ def test_a_layout_gets_the_smallest_block_that_holds_it() -> None:
     pool = BufferPool()
     large, small = take(pool, LARGE), take(pool, SMALL)
     for each in (large, small):
-        pool.release(each)
+        give_back(pool, each)
     assert address(take(pool, SMALL)) == address(small)
     assert address(take(pool, SMALL)) == address(large)
 
 
 def test_a_block_that_is_too_small_makes_room_for_one_that_is_not() -> None:
     pool = BufferPool()
-    pool.release(take(pool, SMALL))
+    give_back(pool, take(pool, SMALL))
     large = take(pool, LARGE)
     assert large.tensor.numel() == LARGE.buffer.slice_numel * 2
-    pool.release(large)
+    give_back(pool, large)
     assert address(take(pool, SMALL)) == address(large), "there is one block"
     assert pool.nbytes == 0
 
@@ -90,7 +96,7 @@ def test_memory_that_was_first_used_in_inference_mode_serves_training_too(
         buffer = take(pool, layout)
         for view in (buffer.slice, *buffer.shards, *buffer.pieces[0]):
             view.fill_(1)
-    pool.release(buffer)
+    give_back(pool, buffer)
     again = take(pool, layout)
     for view in (again.tensor, again.slice, *again.shards, *again.pieces[0]):
         assert not view.is_inference()
@@ -99,8 +105,8 @@ def test_memory_that_was_first_used_in_inference_mode_serves_training_too(
 
 def test_the_views_of_a_block_that_went_are_not_kept() -> None:
     pool = BufferPool()
-    pool.release(take(pool, SMALL))
-    pool.release(take(pool, LARGE))
+    give_back(pool, take(pool, SMALL))
+    give_back(pool, take(pool, LARGE))
     small = take(pool, SMALL)
     assert small.tensor.untyped_storage().nbytes() >= LARGE.buffer.slice_nbytes * 2
     small.tensor.fill_(1)  # its memory is there
@@ -126,9 +132,9 @@ class _Own(AllGather):
 def test_a_collective_that_says_nothing_about_reuse_is_asked_each_time() -> None:
     pool, comm = BufferPool(), _Own()
     for _ in range(3):
-        assert not pool.release(take(pool, SMALL, Collective(comm)))
+        give_back(pool, take(pool, SMALL, Collective(comm)))
     assert comm.asked == 3
-    assert BufferSource().release(take(pool, SMALL, Collective(comm))) is False
+    assert pool.nbytes == 0
 
 
 def test_only_memory_of_the_caching_allocator_is_reusable() -> None:

@@ -11,7 +11,7 @@ from fullshard.comm.collectives.coalescing import (
     configs_coalesce,
 )
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
-from fullshard.comm.collectives.launching import emit_launch, release
+from fullshard.comm.collectives.launching import emit_launch
 from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.collectives.reduce import ReducePlan, take_input
 from fullshard.comm.collectives.replicas import AllReduceInFlight, SecondReduceInFlight
@@ -130,7 +130,6 @@ __all__ = [
     "rank_major",
     "record_process",
     "reduce_in_rank_order",
-    "release",
     "release_frames",
     "require",
     "resume_collectives",

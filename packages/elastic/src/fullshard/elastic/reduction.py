@@ -110,7 +110,7 @@ class _ReplicaInFlight(ReduceInFlight):
 
     def _submit(self) -> None:
         self._inner.wait()
-        self.given = self._inner.output
+        self.output = self._inner.output
         self._sum = self._exchange.submit(self._inner)
 
     def finish(self) -> ReducedShards:

@@ -39,7 +39,6 @@ from fullshard.comm.spi import (
     op_name,
     pack_gradients,
     rank_major,
-    release,
     shard_plan,
     take_input,
     traits_of,
@@ -144,7 +143,7 @@ class WidenedReducePlan(ReducePlan):
         def finish() -> None:
             with torch.no_grad(), torch.inference_mode(output.is_inference()):
                 self._add(arrived.all_slices, output)
-            release(config, arrived, config.streams.reduce)
+            config.source.release(arrived, config.streams, config.streams.reduce)
 
         if work is not None:
             return SeveralWorks((work,), finish)

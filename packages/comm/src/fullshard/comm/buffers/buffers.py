@@ -19,6 +19,7 @@ from fullshard.comm.buffers.allocator import BufferMemory
 from fullshard.comm.layouts import views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.layouts.side_by_side import even_ranks
+from fullshard.comm.runtime.streams import CommStreams, Stream, StreamEvent
 
 __all__ = ["BlockPool", "Buffer", "BufferPool", "BufferSource", "allocate_from"]
 
@@ -118,9 +119,25 @@ class BufferSource:
         tensor = allocate_from(comm, numel, dtype=spec.dtype, device=device)
         return Buffer(tensor, layout, rank)
 
-    def release(self, buffer: Buffer) -> bool:
-        """Return whether the buffer of a finished collective is kept: always False here."""
-        return False
+    def release(
+        self,
+        buffer: Buffer,
+        streams: CommStreams,
+        owner: Stream,
+        after: StreamEvent | None = None,
+        *,
+        keep: int = 0,
+    ) -> None:
+        """End the use of a buffer: its memory goes back to the stream that allocated it.
+
+        Args:
+            buffer: the buffer of a finished collective.
+            streams: the streams of the collective.
+            owner: the stream that allocated it.
+            after: the last use; None: the present end of the current stream.
+            keep: see ``CommStreams.retire``.
+        """
+        streams.retire(buffer.tensor, owner, after or streams.record(), keep=keep)
 
 
 class BlockPool:
@@ -192,12 +209,20 @@ class BufferPool(BlockPool, BufferSource):
         """Drop the views of a removed block."""
         del self._made[id(block)]
 
-    def release(self, buffer: Buffer) -> bool:
-        """Keep the block of ``buffer``, if it is one of a pool's."""
-        if buffer.block is None:
-            return False
-        self.put_back(buffer.block)
-        return True
+    def release(
+        self,
+        buffer: Buffer,
+        streams: CommStreams,
+        owner: Stream,
+        after: StreamEvent | None = None,
+        *,
+        keep: int = 0,
+    ) -> None:
+        """Keep the block of ``buffer`` for the next one, if it is a block of a pool."""
+        if buffer.block is not None:
+            self.put_back(buffer.block)
+        else:
+            super().release(buffer, streams, owner, after, keep=keep)
 
 
 def allocate_from(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer
-from fullshard.comm.collectives.launching import emit_launch, release, wait_for
+from fullshard.comm.collectives.launching import emit_launch, wait_for
 from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
@@ -98,7 +98,8 @@ class AllGatherInFlight:
         """
         buffer = self.take()
         self.wait()
-        release(self.config, buffer, self.config.streams.copy_in)
+        streams = self.config.streams
+        self.config.source.release(buffer, streams, streams.copy_in)
 
 
 class OwnShards:
@@ -275,7 +276,7 @@ class FullTensors:
             else:
                 arrived = self._decode(buffer) if self._coded else buffer.all_pieces
                 compat.foreach_copy(self._pieces, arrived)
-            release(config, buffer, config.streams.copy_in)
+            config.source.release(buffer, config.streams, config.streams.copy_in)
         if LISTENERS:
             rank = config.process_group.rank()
             emit(EventKind.COPY_OUT, config.name, rank=rank, nbytes=self._nbytes, stream="current")

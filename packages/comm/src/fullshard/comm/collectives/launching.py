@@ -1,16 +1,14 @@
-"""Events, waits and the release of buffers, for gathers and reductions alike."""
+"""Events and waits, for gathers and reductions alike."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
-from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.runtime.observer import TIMELINES, EventKind, Mark, emit, mark
-from fullshard.comm.runtime.streams import Stream, StreamEvent
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 
-__all__ = ["emit_launch", "release", "wait_for"]
+__all__ = ["emit_launch", "wait_for"]
 
 
 def emit_launch(
@@ -40,25 +38,3 @@ def wait_for(config: GatherConfig | ReduceConfig, work: dist.Work) -> None:
     finally:
         if TIMELINES:
             mark(Mark.WAIT_ENDED)
-
-
-def release(
-    config: GatherConfig | ReduceConfig,
-    buffer: Buffer,
-    owner: Stream,
-    after: StreamEvent | None = None,
-    *,
-    keep: int = 0,
-) -> None:
-    """End the use of a buffer: its source keeps it, or its memory goes back to ``owner``.
-
-    Args:
-        config: whose source it came from.
-        buffer: the buffer.
-        owner: the stream that allocated it.
-        after: the last use; None: the present end of the current stream.
-        keep: see ``CommStreams.retire``.
-    """
-    if not config.source.release(buffer):
-        streams = config.streams
-        streams.retire(buffer.tensor, owner, after or streams.record(), keep=keep)

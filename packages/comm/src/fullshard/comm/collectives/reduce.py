@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer, allocate_from
 from fullshard.comm.buffers.packing import pack_gradients
-from fullshard.comm.collectives.launching import emit_launch, release, wait_for
+from fullshard.comm.collectives.launching import emit_launch, wait_for
 from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.debug.debug import DEBUGGED, check_layout, is_debugging
 from fullshard.comm.debug.poison import check_unpoisoned
@@ -61,8 +61,8 @@ class ReduceInFlight:
         plan: of which it is one.
         packed: the gradients that an asynchronous collective reads, kept until it is over; None
             after, or where they are not packed.
-        given: this rank's slice of the result; None until a collective that asks for it when all
-            parts are there has done so.
+        output: this rank's slice of the result, set by ``allocate``: at the launch, or by a
+            collective that calls it when the parts of all ranks are there.
         work: the handle of an asynchronous collective, or None.
         event: the end of the reduction on its stream.
         result: what ``wait()`` gives, once it is known.
@@ -71,23 +71,17 @@ class ReduceInFlight:
     plan: ReducePlan
     packed: Buffer | None
     event: StreamEvent
-    given: torch.Tensor | None = None
+    output: torch.Tensor = field(init=False)
     work: dist.Work | None = None
     result: ReducedShards | None = field(default=None, repr=False)
-
-    @property
-    def output(self) -> torch.Tensor:
-        """This rank's slice of the result, once the collective is over."""
-        assert self.given is not None, "the collective is over"
-        return self.given
 
     def allocate(self) -> torch.Tensor:
         """Memory for this rank's slice of the result, asked for once."""
         config, spec = self.plan.config, self.plan.layout.buffer
-        self.given = allocate_from(
+        self.output = allocate_from(
             config.collective, spec.slice_numel, dtype=spec.dtype, device=config.device
         )
-        return self.given
+        return self.output
 
     def wait(self) -> ReducedShards:
         """The reduced shards, usable on the current stream; later calls give the same.
@@ -126,7 +120,7 @@ class ReduceInFlight:
         packed, self.packed = self.packed, None
         if packed is not None:
             keep = config.inputs_in_flight - 1  # they travel while one packs
-            release(config, packed, streams.inputs, self.event, keep=keep)
+            config.source.release(packed, streams, streams.inputs, self.event, keep=keep)
 
 
 def take_input(config: ReduceConfig, layout: Layout, rank: int) -> Buffer:

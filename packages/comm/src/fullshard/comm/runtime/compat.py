@@ -103,22 +103,23 @@ def _as_moved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if dtype.is_floating_point and dtype.itemsize > 1 else tensor.view(torch.uint8)
 
 
-def _launched(work: dist.Work | None, async_op: bool) -> dist.Work | None:
-    """The handle of an asynchronous collective; another one is over, on the current stream."""
-    if work is None or async_op:
-        return work
-    work.wait()
-    return None
-
-
 def gather_into(
     output: torch.Tensor, input: torch.Tensor, process_group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
-    """Every rank's ``input`` (``[n]``), concatenated in ``output`` (``[world * n]``)."""
+    """Every rank's ``input`` (``[n]``), concatenated in ``output`` (``[world * n]``).
+
+    Returns:
+        The handle of an asynchronous collective. Without ``async_op``, None: the collective is over
+        on the current stream.
+    """
     options = dist.distributed_c10d.AllgatherOptions()
     options.asyncOp = async_op
-    launch = getattr(process_group, _GATHER)
-    return _launched(launch(_as_moved(output), _as_moved(input), options), async_op)
+    gather = getattr(process_group, _GATHER)
+    work: dist.Work | None = gather(_as_moved(output), _as_moved(input), options)
+    if work is not None and not async_op:
+        work.wait()
+        return None
+    return work
 
 
 def reduce_scatter_into(
@@ -128,11 +129,20 @@ def reduce_scatter_into(
     op: Any,
     async_op: bool,
 ) -> dist.Work | None:
-    """This rank's part (``[n]``) of the reduction over ranks of ``input`` (``[world * n]``)."""
+    """This rank's part (``[n]``) of the reduction over ranks of ``input`` (``[world * n]``).
+
+    Returns:
+        As ``gather_into``.
+    """
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
     options.asyncOp = async_op
-    return _launched(getattr(process_group, _REDUCE_SCATTER)(output, input, options), async_op)
+    reduce_scatter = getattr(process_group, _REDUCE_SCATTER)
+    work: dist.Work | None = reduce_scatter(output, input, options)
+    if work is not None and not async_op:
+        work.wait()
+        return None
+    return work
 
 
 @functools.cache

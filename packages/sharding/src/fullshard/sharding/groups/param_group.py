@@ -368,7 +368,13 @@ class FSDPParamGroup:
 
     def _release_backward(self, number: int, *, keep: bool) -> None:
         """Return what forward ``number`` holds for its backward; its gradients were taken."""
-        self.leases.return_pass(number)
+        for kind, owner in (
+            (LeaseKind.GRAPH, number),
+            (LeaseKind.BACKWARD, number),
+            (LeaseKind.RECOMPUTE, 0),
+        ):
+            if kind in self.leases.out:
+                self.leases.release(kind, owner)
         if keep and self.gathering.state is ShardedState.UNSHARDED:
             self.keep()
         self.reshard_if_unheld()
