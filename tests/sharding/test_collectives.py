@@ -225,7 +225,7 @@ def _fork() -> Any:
 
     def both(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.tanh(m.stem(x))
-        return m.left(x), m.right(x)
+        return torch.tanh(m.left(x)), torch.tanh(m.right(x))
 
     return Assembled(both, **{name: nn.Linear(DIM, DIM) for name in ("stem", "left", "right")})
 

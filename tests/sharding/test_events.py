@@ -48,8 +48,7 @@ def stepped(net: Any) -> tuple[Any, list[Any]]:
 
 def _pair(model: Any, x: torch.Tensor) -> torch.Tensor:
     x = model.middle(torch.tanh(model.first(x)))
-    out: torch.Tensor = model.last(torch.tanh(x)) if model.runs_last else x
-    return out
+    return torch.tanh(model.last(torch.tanh(x)) if model.runs_last else x)
 
 
 def make_pair(shard: Shard | None, **options: Any) -> Any:
@@ -249,7 +248,6 @@ PROGRAMS = {
             root: reduce_done
         """,
     ),
-    # the root returns the last module's output, so its hook is the second on the same tensor
     "a list of modules": Program(
         make=make_pair,
         events="""
@@ -257,8 +255,8 @@ PROGRAMS = {
             first, last: pre_forward unshard wait post_forward
             first, last: pre_forward post_forward reshard
             root: post_forward
-            first, last: pre_backward unshard wait
             root: pre_backward
+            first, last: prefetch unshard pre_backward wait
             first, last: post_backward reshard reduce
             root: post_backward reshard reduce
             first, last: reduce_done

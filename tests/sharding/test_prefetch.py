@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import EventKind, EventLog, observe
@@ -296,3 +297,47 @@ def test_a_prefetched_gather_is_not_waited_for_before_its_own_pre_backward() -> 
         )
     loss.backward()
     assert brief(recorder) == "g2 w2 g1 c2 w1 g0 c1 w0 c0"
+
+
+# -- ranks that run different modules -------------------------------------------------------------
+
+
+class _Tail(nn.Module):
+    """A layer of its own group, then one that some ranks skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.tail = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        x = self.inner(torch.tanh(x))
+        return x if skips else self.tail(torch.tanh(x))
+
+
+class _Tails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.head = _Tail(), _Tail(), nn.Linear(4, 1)
+        self.double()
+
+    def forward(self, rank: int) -> torch.Tensor:
+        x = torch.linspace(rank, 1, 12, dtype=torch.float64).view(3, 4)
+        skips = rank == 1
+        out: torch.Tensor = self.head(self.second(self.first(x, skips), skips))
+        return out.square().mean()
+
+
+@distributed(2)
+def test_modules_with_one_output_begin_backward_from_the_outermost_inwards() -> None:
+    """A rank that skips the last layer of a module gathers in the order of the others.
+
+    torch gathers the inner one first there, and the ranks' collectives do not match.
+    """
+    net, plain = _Tails(), _Tails()
+    for module in (net.first.inner, net.first, net.second.inner, net.second, net):
+        ours(module, prefetch_policy=NoPrefetch())
+    net(dist.get_rank()).backward()
+    torch.stack([plain(rank) for rank in range(2)]).mean().backward()
+    for (name, mine), theirs in zip(net.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=name)  # type: ignore[union-attr]  # a DTensor

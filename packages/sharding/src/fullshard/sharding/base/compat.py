@@ -282,7 +282,7 @@ def is_legacy_batched(tensor: torch.Tensor) -> bool:
 
 
 def add_tensor_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Do what ``tensor.register_hook(hook)`` does, without a handle that removes the hook.
+    """Do what ``tensor.register_hook(hook)`` does, before other hooks and without a handle.
 
     This function takes 1.3 us on a CPU with 2.13, ``register_hook`` 4.3. A leaf may be frozen now.
     Handles count up from 0, so the hook as a key differs from all handles (``_backward_hooks``,
@@ -297,7 +297,10 @@ def add_tensor_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) 
             tensor._backward_hooks = hooks = OrderedDict()
             if tensor.grad_fn is not None:
                 tensor.grad_fn._register_hook_dict(tensor)
+    others = dict(hooks)  # autograd reads the dict below an OrderedDict, not its order
+    hooks.clear()
     hooks[hook] = hook
+    hooks.update(others)
 
 
 hooks_after_accumulation: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")

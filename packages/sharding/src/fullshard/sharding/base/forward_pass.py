@@ -186,8 +186,12 @@ class Call:
     def watch_output(self, forward_pass: ForwardPass, hook: _Hook, output: Any) -> bool:
         """Make the first gradient that reaches what the forward did call ``hook``.
 
-        Return whether there may be one: whether any tensor that forward returned or changed
-        requires a gradient.
+        The hook comes before those of the modules inside: a module that ranks skip may be the last
+        inside, and only then do this module and the one before have one output.
+
+        Returns:
+            Whether there may be one: whether any tensor that forward returned or changed requires
+            a gradient.
         """
         if type(output) is torch.Tensor:  # as most return
             tensors = [output] if output.requires_grad else []
