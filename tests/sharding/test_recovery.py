@@ -6,7 +6,7 @@ import copy
 import itertools
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -29,7 +29,7 @@ from fullshard.comm import (
 from fullshard.comm.collectives.gather import FullTensors
 from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import fully_shard
+from fullshard.sharding import fully_shard, unsharded
 from support.modules import Assembled
 from support.ranks import cpu_mesh, distributed
 
@@ -279,8 +279,35 @@ def test_after_a_forward_that_was_interrupted_steps_are_right_without_a_word(whe
     assert caught.tb is not None, "frames that ended are alive, as in a notebook"
 
 
+def _saves(net: Any, plain: nn.Module) -> None:
+    saved = net.state_dict()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(saved[name].full_tensor(), value), name
+
+
+def _looks(net: Any, plain: nn.Module) -> None:
+    with unsharded(net):
+        for mine, value in zip(net.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine, value)
+
+
+def _runs_under_a_new_root(net: Any, plain: nn.Module) -> None:
+    x = _batch(3, dist.get_rank())
+    with torch.no_grad():
+        torch.testing.assert_close(fully_shard(nn.Sequential(net))(x), plain(x))
+
+
+AFTER_AN_ERROR: dict[str, Callable[[Any, nn.Module], None]] = {
+    "save a state dict": _saves,
+    "look at full parameters": _looks,
+    "change a setting": lambda net, plain: net.set_manual_backward_finalization(False),
+    "run under a new root": _runs_under_a_new_root,
+}
+
+
+@pytest.mark.parametrize("what", AFTER_AN_ERROR)
 @distributed(2)
-def test_a_state_dict_may_be_saved_after_a_backward_that_raised() -> None:
+def test_what_a_program_may_do_after_a_backward_that_raised(what: str) -> None:
     def fail(gradient: torch.Tensor) -> None:
         raise MemoryError
 
@@ -292,9 +319,7 @@ def test_a_state_dict_may_be_saved_after_a_backward_that_raised() -> None:
         net(_batch(7, dist.get_rank())).sum().backward()
     handle.remove()
     with pytest.warns(RuntimeWarning, match="did not finish"):
-        saved = net.state_dict()
-    for name, value in plain.state_dict().items():
-        assert torch.equal(saved[name].full_tensor(), value), name
+        AFTER_AN_ERROR[what](net, plain)
     with _no_warning():
         _assert_step_of_both(net, plain, 0)
 

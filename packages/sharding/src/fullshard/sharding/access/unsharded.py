@@ -163,11 +163,13 @@ def _groups_of(
 def _require_openable(
     states: Iterable[ModuleState], groups: Iterable[FSDPParamGroup], mode: Mode
 ) -> None:
-    """Return if a block may open ``groups``.
+    """Return if a block may open ``groups``; end a backward that raised.
 
     Raises:
         RuntimeError: if one is in use, another block excludes this one, or it could not write back.
     """
+    for state in states:
+        state.context.end_raised_backward()
     busy = [state.label for state in states if not state.context.quiet]
     busy += [repr(group.name) for group in groups if group.leases.in_use]
     if busy:

@@ -34,6 +34,7 @@ def initialise_root(root: ModuleState) -> None:
     under = [state for top in root.modules for state in the_states(top, recurse=True)]
     states = list(dict.fromkeys([root, *under]))
     for state in states:
+        state.context.end_raised_backward()
         if not state.context.idle:
             raise RuntimeError(
                 f"{state.name or 'a module'} under the new root is in the middle of a step; finish "
