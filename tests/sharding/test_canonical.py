@@ -27,7 +27,7 @@ from fullshard.sharding.hooks.lookup import the_state
 from fullshard.sharding.hooks.static_schedule import Event, Step, backward_steps, forward_steps
 from support.apart import private_memory
 from support.modules import Assembled
-from support.ranks import distributed
+from support.ranks import cpu_mesh, distributed
 from support.surface.ranks import everyone
 
 WIDTH = 6
@@ -434,6 +434,68 @@ def test_a_forward_that_raises_leaves_the_reductions_of_backwards_before_it() ->
     for step in range(2):
         add_up(plain, plans, step)
     assert_gradients(net, plain)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+@distributed(2)
+def test_after_a_backward_that_raised_gradients_are_accumulated_again(
+    before: bool, keeps: bool
+) -> None:
+    """Also those of earlier backwards, if the user keeps them.
+
+    The setting may change before the forward, in which ranks issue what others did, or after it.
+    """
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError
+
+    plans, rank = ["vta", "ta"], dist.get_rank()
+    net, plain = shard(), Net().double()
+    assert isinstance(net, FSDPModule)
+    net.set_keep_unsynced_gradients(keeps)
+    net.set_requires_gradient_sync(False)
+    loss_of(net, rank, 0, plans[rank]).backward()
+    net.set_requires_gradient_sync(True)
+    part = [net.vision[0], net.text[1]][rank]  # rank 0 reduces more groups
+    hook = part.register_forward_hook(lambda _, args, out: out.register_hook(fail) and None)
+    with pytest.raises(ArithmeticError):
+        loss_of(net, rank, 7, plans[rank]).backward()
+    hook.remove()
+    with nullcontext() if keeps else pytest.warns(RuntimeWarning, match="are dropped"):
+        net.reset_iter_state()
+    for step in (1, 2):
+        if before:
+            net.set_requires_gradient_sync(step == 2)
+        loss = loss_of(net, rank, step, plans[rank])
+        net.set_requires_gradient_sync(step == 2)
+        loss.backward()
+    for step in range(0 if keeps else 1, 3):
+        add_up(plain, plans, step)
+    assert_gradients(net, plain)
+
+
+@pytest.mark.parametrize("placements", [None, ShardingPlacements(compute="inner")])
+@distributed(4)
+def test_on_two_axes_ranks_that_raised_at_different_places_train_on(
+    placements: ShardingPlacements | None,
+) -> None:
+    """Each has launched as many second reductions, and gathered as many compute shards."""
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError
+
+    rank, plans = dist.get_rank(), ["vta"] * 4
+    options = {} if placements is None else {"placements": placements}
+    net, plain = shard(mesh=cpu_mesh((2, 2), ("outer", "inner")), **options), Net().double()
+    part = [net.vision[0], net.text[1], net.head, net.embed][rank]
+    hook = part.register_forward_hook(lambda _, args, out: out.register_hook(fail) and None)
+    with pytest.raises(ArithmeticError):
+        loss_of(net, rank, 7, plans[rank]).backward()
+    hook.remove()
+    net.reset_iter_state()  # type: ignore[operator]  # a sharded module
+    loss_of(net, rank, 0, plans[rank]).backward()
+    assert_gradients(net, add_up(plain, plans))
 
 
 @distributed(2)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -258,8 +259,13 @@ def _change_placements(around: Around, model: Any, plain: Any, optimizers: list[
 
 
 def _fail(around: Around, model: Any, plain: Any, optimizers: list[Optimizer]) -> None:
-    """Raise in a forward, or in a backward, on all ranks; drop the gradients."""
+    """Raise in a forward, or in a backward, on all ranks; drop the gradients.
+
+    In the canonical order ranks raise in different modules, and a forward follows.
+    """
     part = around.rng.choice([name for name, _ in plain.named_modules() if name])
+    if around.canonical:
+        part = ("stem", "tree", "head")[(len(part) + dist.get_rank()) % 3]
     backward = around.rng.random() < 0.5
 
     def fail(*_: Any) -> None:
@@ -269,15 +275,19 @@ def _fail(around: Around, model: Any, plain: Any, optimizers: list[Optimizer]) -
         if out.requires_grad:
             out.register_hook(fail)
 
-    hook = fail_in_backward if backward else fail
+    x, hook = torch.ones(3, 4, dtype=torch.float64), fail_in_backward if backward else fail
     handle = model.get_submodule(part).register_forward_hook(hook)
     try:
-        model(torch.ones(3, 4, dtype=torch.float64), 0).sum().backward()
+        model(x, 0).sum().backward()
     except _PlannedError:
         pass
     finally:
         handle.remove()
-    optimizers[0].zero_grad()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    if around.canonical:
+        with torch.no_grad():
+            model(x, 0)
 
 
 class _PlannedError(Exception):

@@ -114,11 +114,12 @@ class RootContext:
         schedule.take_over(self.record, self.shared.queue)
 
     def require_quiet(self, call: str) -> None:
-        """Return if neither a forward nor a backward is in progress.
+        """Return if neither a forward nor a backward is in progress; end a backward that raised.
 
         Raises:
             RuntimeError: if one is, naming ``call``.
         """
+        self.end_raised_backward()
         if not self.quiet:
             raise RuntimeError(
                 f"{call}() was called in the middle of a forward or backward; call it between "
@@ -162,6 +163,7 @@ class RootContext:
         if torch.is_grad_enabled():
             refuse_compiled_autograd()
         self._release_expired()
+        self.schedule.end_raised()
         for group in self.groups:  # see [Note: kept copies]
             if group.gathering.keeps_copies and not group.gathering.within_step:
                 group.gathering.drop_copies()
@@ -358,9 +360,11 @@ class RootContext:
         for state in self.states:
             state.reset()
         lost = [group.name for group in self.groups if group.reset()]
-        keep_copies_within_step(self.groups, is_last=self.is_last_backward)
+        for group in self.groups:  # ``Schedule.end_raised`` may gather from compute shards
+            group.gathering.drop_full()
+            group.gathering.within_step = False
         self.schedule.buckets.abandon_waiting()
-        self.shared.queue.discard()
+        self.schedule.discard(self.shared.queue)
         if lost:
             warnings.warn(
                 "gradients of earlier backwards, accumulated without communication, are dropped "

@@ -182,6 +182,13 @@ class Schedule:
         if not backward:
             self._gathered = []
 
+    def end_raised(self) -> None:
+        """End a forward or backward that raised, if any: after it, ranks are at one place."""
+
+    def discard(self, queue: ReductionQueue) -> None:
+        """Discard the reductions of a backward that raised."""
+        queue.discard()
+
     def begin_recompute(self, begin_backward: Callable[[], None]) -> None:
         """Begin a forward inside a backward; may call ``begin_backward`` to begin the backward."""
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from torch import nn
@@ -76,6 +77,7 @@ class StaticSchedule(Schedule):
         self._steps: Sequence[Step] = ()
         self._position: dict[Step, int] = {}
         self._next = 0
+        self._synced: Sequence[tuple[bool, bool]] = ()  # by group, as this backward began
         self._ahead: deque[FSDPParamGroup] = deque()  # gathered, and not asked for
 
     def take_over(self, record: StepRecord, queue: ReductionQueue) -> None:
@@ -87,8 +89,7 @@ class StaticSchedule(Schedule):
 
     def begin(self, *, backward: bool) -> None:
         """Start at the first group; in forward, free groups that an earlier pass left unsharded."""
-        if self._next < len(self._steps):
-            self._issue_rest()
+        self.end_raised()
         for group in () if backward else self._groups:
             group.drop_leases(*_LEFT)
         self._without_gather = {
@@ -97,21 +98,35 @@ class StaticSchedule(Schedule):
             if backward and not state.unshard_in_backward
             for group in state.own_groups
         }
+        self._synced = [group.gradients.synced for group in self._groups]
         self._steps = self._backward if backward else self._forward
         self._position = {step: index for index, step in enumerate(self._steps)}
         self._next = 0
         self._ahead.clear()
 
-    def _issue_rest(self) -> None:
+    def end_raised(self) -> None:
         """Issue the rest of a pass that raised: ranks may have come to other places in it.
 
-        The reductions of such a backward are discarded. Reductions of earlier backwards stay.
+        The reductions of such a backward are those of the settings with which it began. They are
+        discarded. Reductions of earlier backwards stay.
         """
+        if self._next == len(self._steps):
+            return
         queue = self._groups[0].shared.queue
         queue.commit_sealed()
-        self._advance(len(self._steps))
+        with ExitStack() as stack:
+            for group, synced in zip(self._groups, self._synced, strict=True):
+                stack.enter_context(group.gradients.synced_as(synced))
+            self._advance(len(self._steps))
         for group in self._groups:
             group.drop_leases(*_LEFT)
+        self.discard(queue)
+        for group in self._groups:
+            group.gradients.abandon()  # no backward of these reductions has begun
+
+    def discard(self, queue: ReductionQueue) -> None:
+        """Discard reductions once each is complete, as on ranks that came further."""
+        queue.launch_second()
         queue.discard()
 
     def begin_recompute(self, begin_backward: Callable[[], None]) -> None:

@@ -17,7 +17,8 @@ is ready here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -125,6 +126,23 @@ class GroupGradients:
     def unsynced(self) -> bool:
         """Whether there are gradients of successful backwards that are not reduced yet."""
         return self.accumulation.unsynced or self.strategy.unsynced
+
+    @property
+    def synced(self) -> tuple[bool, bool]:
+        """Whether a backward reduces now, and whether its reductions give gradients."""
+        return self.accumulation.reduces, self.strategy.gives_gradients
+
+    @contextmanager
+    def synced_as(self, synced: tuple[bool, bool]) -> Iterator[None]:
+        """Reduce in the block as when ``synced`` was read."""
+        accumulation, strategy = self.accumulation, self.strategy
+        now = accumulation.synchronises, accumulation.waits_for_last, strategy.gives_gradients
+        reduces, strategy.gives_gradients = synced
+        accumulation.synchronises, accumulation.waits_for_last = reduces, not reduces
+        try:
+            yield
+        finally:
+            accumulation.synchronises, accumulation.waits_for_last, strategy.gives_gradients = now
 
     @property
     def is_set_up(self) -> bool:

@@ -238,21 +238,21 @@ class ReductionQueue:
             self._pending.append(reduction)
             self._travelling.append(reduction)
 
-    def _take_all(self) -> list[_Pending]:
-        pending, self._pending = self._pending, []
-        self._travelling.clear()
-        self._sealed = 0
-        return pending
+    def launch_second(self) -> None:
+        """Launch what follows the reduce-scatters, before the first is waited for.
+
+        Without streams an all-reduce is launched when its reduce-scatter is over. A plain reduction
+        has nothing to launch: ``commit`` is the only wait for it, on every device.
+        """
+        for reduction in self._pending:
+            if reduction.setup.strategy.has_second_reduction:
+                reduction.finish()
 
     def commit(self) -> None:
         """Wait for all of them and put the sharded gradients in place."""
-        pending = self._take_all()
-        # Without streams an all-reduce is launched when its reduce-scatter is over. So all are
-        # launched before the first is waited for, and they travel at the same time. A plain
-        # reduction has nothing to launch: `wait` below is the only wait for it, on every device.
-        for reduction in pending:
-            if reduction.setup.strategy.has_second_reduction:
-                reduction.finish()
+        self.launch_second()
+        pending, self._pending, self._sealed = self._pending, [], 0
+        self._travelling.clear()
         waiting, lacking = list[tuple[_Pending, ReducedShards]](), []
         for reduction in pending:
             if reduction.in_flight is None:
@@ -300,7 +300,9 @@ class ReductionQueue:
 
     def discard(self) -> None:
         """Wait for all launched reductions, and discard their results."""
-        for reduction in self._take_all():
+        pending, self._pending, self._sealed = self._pending, [], 0
+        self._travelling.clear()
+        for reduction in pending:
             if reduction.in_flight is not None:
                 reduction.in_flight.discard()
 
