@@ -2,10 +2,11 @@
 
 Owns what makes the site whole without a network and without copies. The changelog, the benchmark's
 records, the examples and the apps' READMEs become pages, and links that lead out of ``docs/`` in
-the repository lead to these pages. Names of tests in the table of features are folded. A page with
-a diagram loads the renderer that is kept in ``docs/assets``: without it the theme would fetch one,
-and where it cannot, the page's search fails with it. A page that loads a script or a style from
-elsewhere is a warning, which fails a strict build.
+the repository lead to these pages. Names of tests in the table of features are folded. Below each
+stop of the page that follows a step is the source of the function. A page with a diagram loads the
+renderer that is kept in ``docs/assets``: without it the theme would fetch one, and where it cannot,
+the page's search fails with it. A page that loads a script or a style from elsewhere is a warning,
+which fails a strict build.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ __all__ = [
     "on_post_page",
     "rewritten",
     "with_renderer",
+    "with_sources",
 ]
 
 RENDERER = "assets/mermaid.tiny.js"
 _LINK = re.compile(r"(!?)\[([^]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)]*)?\)")
 _FETCHED = re.compile(r"<(?:script|link)\b[^>]*\b(?:src|href)=\"?(https?:[^\"\s>]+)")
 _BUNDLE = re.compile(r"<script src=\"?[^\" >]*assets/javascripts/bundle")
+_STOP = re.compile(r"(?m)^\d+\. `([\w/]+)\.py:([\w.]+)`.*$")
+_SHOWN = "{show_source: true, show_root_heading: false, show_root_toc_entry: false}"
 _log = logging.getLogger("mkdocs.hooks.site")
 
 
@@ -101,6 +105,16 @@ def folded(text: str) -> str:
     return re.sub(r"(?m)\| (`tests/[^|\n]*`) \|$", fold, text)
 
 
+def with_sources(text: str) -> str:
+    """The page that follows a step, with the docstring and the source of each stop below it."""
+
+    def show(found: re.Match[str]) -> str:
+        name = f"fullshard.{found[1].replace('/', '.')}.{found[2]}"
+        return f"{found[0]}\n\n    ::: {name}\n        options: {_SHOWN}\n"
+
+    return _STOP.sub(show, text)
+
+
 def with_renderer(html: str, page_url: str) -> str:
     """A page's HTML; one with a diagram loads the renderer before the theme looks for one."""
     if 'class="mermaid"' not in html:
@@ -132,6 +146,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     in_site = page.file.src_uri
     if in_site == "features.md":
         markdown = folded(markdown)
+    if in_site == "concepts/reading-one-step.md":
+        markdown = with_sources(markdown)
     return rewritten(markdown, sources.get(in_site, f"docs/{in_site}"), shown)
 
 
