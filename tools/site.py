@@ -37,7 +37,12 @@ _LINK = re.compile(r"(!?)\[([^]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)]*)?\)")
 _FETCHED = re.compile(r"<(?:script|link)\b[^>]*\b(?:src|href)=\"?(https?:[^\"\s>]+)")
 _BUNDLE = re.compile(r"<script src=\"?[^\" >]*assets/javascripts/bundle")
 _STOP = re.compile(r"(?m)^\d+\. `([\w/]+)\.py:([\w.]+)`.*$")
-_SHOWN = "{show_source: true, show_root_heading: false, show_root_toc_entry: false}"
+_SHOWN = (  # the docstring is in the source
+    "{show_source: true, show_root_heading: false, show_root_toc_entry: false, "
+    "show_docstring_description: false, show_docstring_parameters: false, "
+    "show_docstring_returns: false, show_docstring_raises: false}"
+)
+_OPEN = '<details open class="mkdocstrings-source"'
 _log = logging.getLogger("mkdocs.hooks.site")
 
 
@@ -106,7 +111,7 @@ def folded(text: str) -> str:
 
 
 def with_sources(text: str) -> str:
-    """The page that follows a step, with the docstring and the source of each stop below it."""
+    """The page that follows a step, with the source of each stop below it."""
 
     def show(found: re.Match[str]) -> str:
         name = f"fullshard.{found[1].replace('/', '.')}.{found[2]}"
@@ -155,4 +160,5 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
     """Adds the renderer, and warns of what the page would fetch; called by MkDocs."""
     for address in fetched(output):
         _log.warning("%s would load %s", page.file.src_uri, address)
+    output = output.replace('<details class="mkdocstrings-source"', _OPEN)
     return with_renderer(output, page.url)

@@ -157,7 +157,7 @@ class OwnShards:
         compat.foreach_copy(targets, self._sources)
 
     def gather(self, config: GatherConfig, *, async_op: bool = False) -> AllGatherInFlight:
-        """The gather in flight of these and all other ranks'; see ``foreach_all_gather``."""
+        """Pack the shards, launch the all-gather and return it; see ``foreach_all_gather``."""
         layout, group, streams = self.layout, config.process_group, config.streams
         with named_range("all_gather", config.name) if is_profiled() else NOTHING:
             if DEBUGGED:
@@ -265,7 +265,7 @@ class FullTensors:
         self._rows = _Rows.of(self._pieces, layout)
 
     def fill(self, in_flight: AllGatherInFlight) -> None:
-        """Copy what a gather of their layout brings; see ``foreach_all_gather_copy_out``."""
+        """Wait for a gather, copy its buffer to the tensors, and release the buffer."""
         config, layout = in_flight.config, in_flight.layout
         assert self._layout is layout or self._layout == layout, "they were made for another"
         with named_range("all_gather_copy_out", config.name) if is_profiled() else NOTHING:

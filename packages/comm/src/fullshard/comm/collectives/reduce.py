@@ -164,9 +164,10 @@ class ReducePlan:
 
     @torch.no_grad()
     def launch(self, gradients: list[torch.Tensor | None]) -> ReduceInFlight:
-        """The reduction in flight of gradients that fit the layout; see ``foreach_reduce``.
+        """Launch the reduction of gradients that fit the layout, and return it in flight.
 
-        The list is emptied once they are packed: before there is memory for the result.
+        Ranks that share memory read the gradients in place. Otherwise they are packed, and the list
+        is emptied before there is memory for the result. See ``foreach_reduce``.
         """
         layout, config, streams = self.layout, self.config, self.config.streams
         with named_range("post_backward_reduce", config.name) if is_profiled() else NOTHING:

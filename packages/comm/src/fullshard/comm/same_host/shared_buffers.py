@@ -118,9 +118,10 @@ class SharedGatherInFlight:
 def foreach_all_gather_in_place(
     shards: Sequence[torch.Tensor], full: SharedTensors, config: GatherConfig
 ) -> SharedGatherInFlight:
-    """A gather in flight, after which the full tensors hold every rank's shards.
+    """Write this rank's shards into shared memory; return the gather in flight.
 
-    Once used, they are left by ``full.buffer.leave()``, on every rank, before the next gather.
+    After it the full tensors hold every rank's shards. After their use, every rank calls
+    ``full.buffer.leave()`` before the next gather.
 
     Args:
         shards: this rank's shard of each tensor, ``layout.specs[i].shard_shape(rank)``, any dtype.

@@ -244,7 +244,7 @@ class ParameterGeneration:
         self.outstanding: set[int] = set()
 
     def advance(self) -> None:
-        """Declare every copy made so far stale, and forwards that await their backward ended."""
+        """Mark full parameters gathered so far as stale, and clear the outstanding forwards."""
         self.number += 1
         self.outstanding.clear()
 

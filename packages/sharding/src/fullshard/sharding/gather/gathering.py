@@ -292,7 +292,7 @@ class Gathering:
         self.state = after
 
     def unshard(self, *, async_op: bool = False) -> bool:
-        """Issue the gather, and return whether there was one to issue."""
+        """Launch the gather unless full parameters exist; return whether one was launched."""
         if self.state is _UNSHARDED or self.state is _UNSHARDING:
             if self._watch.sums:
                 self._watch.reused(self.params)

@@ -185,7 +185,7 @@ class FSDPParamGroup:
     # -- leases -----------------------------------------------------------------------------------
 
     def begin_forward(self, *, recompute: bool) -> None:
-        """Hold the group for a forward; a recomputation uses its backward's copy.
+        """Take a FORWARD lease; unless this is a recomputation, first free stale full parameters.
 
         Raises:
             RuntimeError: if full parameters were changed while they were read-only.
@@ -239,7 +239,7 @@ class FSDPParamGroup:
             self.gathering.note()
 
     def release(self, kind: LeaseKind, owner: int = 0) -> None:
-        """Return a lease, and reshard if it was the last: after a forward for its backward."""
+        """Return a lease; reshard when none is left, to a post-forward mesh after a forward."""
         self.leases.release(kind, owner)
         if not self.leases.out:
             self.gathering.reshard(after_forward=kind is LeaseKind.FORWARD)
@@ -311,7 +311,7 @@ class FSDPParamGroup:
     def take_reductions_and_reshard(
         self, number: int, *, reduce: bool, keep: bool
     ) -> ReadyReductions:
-        """Give back what a forward holds for its backward; return the reductions to launch now.
+        """Return the leases of a forward, reshard if none is left; return reductions to launch.
 
         Args:
             number: of the forward.
@@ -368,13 +368,7 @@ class FSDPParamGroup:
 
     def _release_backward(self, number: int, *, keep: bool) -> None:
         """Return what forward ``number`` holds for its backward; its gradients were taken."""
-        for kind, owner in (
-            (LeaseKind.GRAPH, number),
-            (LeaseKind.BACKWARD, number),
-            (LeaseKind.RECOMPUTE, 0),
-        ):
-            if kind in self.leases.out:
-                self.leases.release(kind, owner)
+        self.leases.return_pass(number)
         if keep and self.gathering.state is ShardedState.UNSHARDED:
             self.keep()
         self.reshard_if_unheld()

@@ -297,9 +297,9 @@ class ModuleState:
 
     @untraced
     def pre_backward(self, forward_pass: ForwardPass, *_: object) -> None:
-        """Unshard the groups for a backward; only the first gradient of its outputs does.
+        """Unshard the groups at the first gradient of the outputs, and ignore later ones.
 
-        Gradients that autograd hands a hook may follow its forward pass, and are ignored.
+        Arguments after the forward pass are gradients from autograd, which are not used.
         """
         if forward_pass.in_backward:
             return

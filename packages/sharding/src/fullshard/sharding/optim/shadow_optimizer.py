@@ -167,7 +167,7 @@ class ShadowOptimizer:
         return found
 
     def begin(self, optimizer: Optimizer) -> Optimizer | None:
-        """Return what is to be stepped; None if everything is stepped itself.
+        """Return an optimizer of plain shards or copies; None if ``optimizer`` itself can step.
 
         Raises:
             UnlikeShards: if shadows are plain, and something is cut otherwise than its parameter.

@@ -64,7 +64,7 @@ def watch_optimizers(groups: Iterable[FSDPParamGroup]) -> None:
 
 @untraced
 def _before_all(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Is called before the user's own hooks, and makes ours the last of all."""
+    """Register our hooks on ``optimizer``: the last before its step, and the first after it."""
     hooks: _StepHooks | None = vars(optimizer).get(_ATTRIBUTE)
     if hooks is None or not hooks.knows(optimizer):
         rebind_optimizer(optimizer)
@@ -163,7 +163,7 @@ class _StepHooks:
     def _begin(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what ``step`` is called with."""
+        """Return the arguments of the step: with a shadow optimizer, if shards can be plain."""
         require_own_gradients(self._sharded, self._owners)
         for outer in open_on(self._params):
             outer.write_back()

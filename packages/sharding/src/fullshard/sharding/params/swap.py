@@ -50,7 +50,10 @@ class Swap:
         self._shows_sharded = False
 
     def to_unsharded(self) -> None:
-        """Put the unsharded parameters into every place, and opens the guards of the modules."""
+        """Put the unsharded parameters into every place, and remove the guards of the modules.
+
+        A guard takes the place of ``forward`` while parameters are sharded.
+        """
         if self._replacements != self._generation.replacements:
             self._look()
         if self._versions:  # see [Note: reads]
