@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from fullshard.comm import AllGatherInFlight, CommStreams, ReduceInFlight
+from fullshard.comm.buffers.buffers import BufferSource
 from fullshard.comm.collectives import gather, lists, reduce
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.collectives.reduce import ReducePlan
@@ -112,11 +113,11 @@ MUTATIONS = [
         program="prefetch-nothing",
     ),
     M(
-        gather,
+        BufferSource,
         "release",
         "streams.retire(buffer.tensor, owner, after or streams.record(), keep=keep)",
     ),
-    M(gather, "release", "streams.record()", "streams.record(streams.copy_in)"),
+    M(BufferSource, "release", "streams.record()", "streams.record(streams.copy_in)"),
     M(
         OwnShards,
         "gather",
@@ -150,7 +151,7 @@ MUTATIONS = [
     M(
         ReduceInFlight,
         "_finish",
-        "release(config, packed, streams.inputs, self.event, keep=keep)",
+        "config.source.release(packed, streams, streams.inputs, self.event, keep=keep)",
         program="reductions",
     ),
     M(

@@ -34,6 +34,7 @@ Site = tuple[str, str]
 _MEMORY = "keeps memory for longer, and frees nothing: the wait is in CommStreams"
 _WORK = "reached without streams only, where a reduction has a handle of its own"
 _SAME_HOST = "between CPU processes of one host, which have no streams"
+_IN_ORDER = "of a synchronous collective, which is in order already"
 _FOUND = "gives what the next line needs; its own lines are changed"
 _EARLY = (
     "of `early_gradients`, whose optimizers step on the CPU: see tests/optim/test_overlapped.py"
@@ -51,7 +52,8 @@ LEFT_OUT: dict[Site, str] = {
     ("AllReduceInFlight.wait", "wait_for(self._reduction.plan.config, self._work)"): _WORK,
     ("ReducePlan._launch_parts", "config.streams.record(config.streams.reduce)"): _SAME_HOST,
     ("AliasReduce._launch", "config.streams.record()"): "a gradient stays where it was made",
-    ("_launched", "work.wait()"): "of a synchronous collective, which is in order already",
+    ("gather_into", "work.wait()"): _IN_ORDER,
+    ("reduce_scatter_into", "work.wait()"): _IN_ORDER,
     ("AllToAllTransport.reduce_scatter", "reducing.wait()"): (
         "of a synchronous collective; it adds what came, on the same stream"
     ),
@@ -79,7 +81,7 @@ LEFT_OUT: dict[Site, str] = {
 }
 """Places that no mutation changes, with the reason."""
 
-_RELEASED = "goes into `release`, whose line is changed"
+_RELEASED = "goes into `BufferSource.release`, whose line is changed"
 _RESULT = "is what was asked for: without it there is no value"
 _FLIGHT = "keeps a flight, whose own references are in this list"
 _VIEWS = "views of memory that another in this list keeps"
@@ -90,7 +92,7 @@ KEPT: dict[Site, str] = {
     ("AllReduceInFlight", "_reduction"): _FLIGHT,
     ("Bucket", "_full"): _VIEWS,
     ("BufferedUnshard", "_full"): _VIEWS,
-    ("CommStreams", "_retired"): "changed in both uses of `release`",
+    ("CommStreams", "_retired"): "changed in both uses of `BufferSource.release`",
     ("CopyWatch", "sums"): _RESULT,
     ("Accumulation", "_saved"): "used by the current stream alone",
     ("Accumulation", "kept"): "used by the current stream alone",
@@ -99,7 +101,7 @@ KEPT: dict[Site, str] = {
     ("TwoReductions", "_ended"): _FLIGHT,
     ("TwoReductions", "_partial"): "AllReduceInFlight._launch changes it, and keeps it for longer",
     ("PostForwardShards", "shards"): "AllGatherInFlight.sources keeps them for longer",
-    ("ReduceInFlight", "given"): _RESULT,
+    ("ReduceInFlight", "output"): _RESULT,
     ("ReduceInFlight", "packed"): _RELEASED,
     ("ReduceSettings", "divide_factor"): "a user's number",
     ("ReducedShards", "mask"): _RESULT,
