@@ -124,6 +124,8 @@ def test_help_of_an_app_calls_it_by_the_words_that_were_typed(
         assert ended.code == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: {prog} ")
+    assert f"  {prog} " in shown.partition("examples:")[2]
+    assert re.search(r"[Ee]xit codes", shown)
     assert module not in shown
 
 
@@ -203,6 +205,22 @@ def test_runs_are_compared_and_of_one_run_each_rank_is_shown(tmp_path: Path) -> 
     assert "Ranks" not in both.output
     one = _run("compare", f"{tmp_path}/a").output
     assert re.search(r"1\s+│ host1 │\s+20\.0 │\s+2 │\s+1\.0 MiB", one)
+
+
+def test_a_run_without_losses_or_gathers_is_shown_with_what_to_do(tmp_path: Path) -> None:
+    for rank in range(2):
+        _rank_file(tmp_path, rank, 0.010)
+        file = file_of(tmp_path, rank)
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"events": {}}))
+    shown = _run("compare", str(tmp_path)).output
+    assert f"for each step to {tmp_path}/metrics.jsonl" in shown
+    assert "gathered a parameter: was a model sharded?" in shown
+
+
+def test_a_page_of_records_is_refused_and_the_command_for_it_is_named() -> None:
+    ended = _run("compare", "a.json", "b.json", "--html", "page.html")
+    assert ended.exit_code == 2
+    assert "use fullshard bench draw FILE.json --html FILE" in ended.output
 
 
 def test_a_page_about_runs_has_losses_and_a_map_of_ranks(tmp_path: Path) -> None:

@@ -166,8 +166,11 @@ def test_a_script_is_verified_and_the_verdict_is_a_value(tmp_path: Path) -> None
         ("def preflight(): return {'modell': 3}", "has modell, which is no argument; use "),
         ("import no_such_thing", "cannot be imported: No module named 'no_such_thing'"),
         ("def build_model(:", "cannot be imported: invalid syntax (own_script.py, line 1)"),
-        ("\n{}['lr']", "cannot be imported: KeyError: 'lr' ("),
-        ("raise SystemExit(3)", "line 1); the commands import it, so what trains belongs below"),
+        ("build_model = batch = loss = print\n{}['lr']", "cannot be imported: KeyError: 'lr' ("),
+        (
+            "build_model = batch = loss = 3; raise SystemExit(3)",
+            "line 1); the commands import it, so what trains belongs below",
+        ),
     ],
 )
 def test_a_script_without_its_functions_is_refused(
@@ -178,6 +181,25 @@ def test_a_script_without_its_functions_is_refused(
     assert says in capsys.readouterr().err
     assert COMMAND.main(["plan", f"{script}.py"]) == 2
     assert "does not exist; pass a script or a module" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "runs"),
+    [
+        ("raise SystemExit(3)", False),
+        ("class Net: build_model = batch = loss = print\nraise SystemExit(3)", False),
+        ("from os.path import *\nraise SystemExit(3)", True),
+        ("def batch(step): ...\nfrom os import path as loss\nbuild_model = 3\n{}[2]", True),
+    ],
+)
+def test_a_script_that_cannot_have_the_functions_is_refused_before_it_runs(
+    text: str, runs: bool, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(script).write_text(text)
+    assert COMMAND.main(["plan", script]) == 2
+    said = capsys.readouterr().err
+    assert ("cannot be imported" if runs else "has no function build_model, batch, loss;") in said
+    assert runs or "`fullshard init example.py` writes" in said
 
 
 @pytest.mark.parametrize("command", ["plan", "races"])

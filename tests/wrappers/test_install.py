@@ -261,6 +261,27 @@ def test_a_module_runs_unchanged_behind_the_command(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split("\n")[0] == "__main__ ['--lr', '1'] fullshard fullshard"
     assert "names in 15 places are ours" in ended.stderr
+    assert "sharded no model" not in ended.stderr
+
+
+def test_a_program_that_sharded_nothing_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.touch()
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    mixin = type("Mixin", (), {})
+    monkeypatch.setattr(COMMAND, "FSDPModule", mixin)  # other tests of this process shard models
+    replicated = type("Replicated", (mixin,), {})
+    for classes in ((), (replicated, nn.Linear)):
+        kept = type("Sharded", classes, {}) if classes else None
+        try:
+            COMMAND.main([str(script)])
+        finally:
+            uninstall()
+        said = f"{script} sharded no model: each rank had a whole one; call fully_shard(model)"
+        assert (said in capsys.readouterr().err) == (kept is None)
 
 
 def test_so_does_a_script_with_its_folder_on_the_path(

@@ -56,8 +56,23 @@ from fullshard_bench.settings import CONTESTANTS, DTYPES, TRANSPORTS, WIDE_GROUP
 __all__ = ["main", "run"]
 
 _EPILOG = """\
+examples:
+  %(prog)s suite quick
+  %(prog)s run --mesh 2 --model gpt-mini --html result.html
+  %(prog)s compare before.json after.json --json
+
 Under torchrun, "run" measures in the ranks that are there. "suite cpu", "suite wide" and "suite
-gpu" are what "nox -s bench" runs. "compare a.json b.json" shows what changed.
+gpu" are what "nox -s bench" runs. Results are JSON files (--out of each command; "compare" has
+--json).
+
+exit codes: 0, 1 if a contestant failed or was wrong, 2 after a wrong argument, 130 after SIGINT, 143
+after SIGTERM.
+"""
+
+_RUN_EPILOG = """\
+examples:
+  %(prog)s --mesh 2
+  %(prog)s --mesh 2 2x2 --model gpt-mini --impl fullshard torch --steps 10 --html result.html
 """
 
 _DRAWN = """\
@@ -181,10 +196,16 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         description="Measures fullshard against its rivals, on this machine.",
         epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         version=__version__,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    measure = commands.add_parser("run", help="measure one model over meshes")
+    measure = commands.add_parser(
+        "run",
+        help="measure one model over meshes",
+        epilog=_RUN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     _add_what(measure)
     _add_how(measure)
     _add_outputs(measure)

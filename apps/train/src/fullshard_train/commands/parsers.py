@@ -20,8 +20,16 @@ from fullshard_train.errors import TrainError, did_you_mean
 __all__ = ["COMMANDS", "build_parser", "explain", "read_patience"]
 
 _EPILOG = """\
+examples:
+  %(prog)s --data corpus.txt --steps 200 --out runs/first
+  %(prog)s launch --standalone --nproc-per-node=2 -- --resume latest --steps 400
+  %(prog)s --config digits.toml --set optim.learning_rate=0.001 --check-config
+
+Without a command, it trains, and leaves metrics.jsonl and result.json in the folder of the run;
+"fullshard compare runs/first --html run.html" shows them as a page. Exit codes: 0, 2 after a wrong
+argument, else that of the first rank that failed.
 SIGINT, SIGTERM and SIGUSR1 save a checkpoint and end the run with exit code 130, 143 or 138; a
-second one ends it at once. Without a command, it trains.
+second one ends it at once.
 """
 
 _LAUNCH_EPILOG = """\

@@ -43,6 +43,11 @@ _EPILOG = """\
 0: all is well. 1: a check found something. 2: a wrong argument, or an error in a checked script.
 128 and more: ended by a signal.
 [b]run[/b] and [b]train[/b] end as the first rank that failed.
+
+[b]Results for other programs[/b]
+
+Checks, comparisons and conversions print JSON with --json. A run leaves JSON in its folder
+([b]run --record[/b], [b]train --out[/b]), and [b]bench[/b] in files (--out).
 """
 
 app = typer.Typer(
@@ -221,10 +226,14 @@ def compare(
     Examples: fullshard compare runs/first, fullshard compare runs/a runs/b --html runs.html
     """
     if all(each.suffix == ".json" for each in runs):
+        if html is not None:
+            _refuse(
+                "--html shows runs; use fullshard bench draw FILE.json --html FILE for a record"
+            )
         words = [*map(str, runs), *(["--json"] if as_json else [])]
         run_app("fullshard_bench", ["compare", *words], "fullshard bench")
     from fullshard.cli.running.runs import RunError, read_run
-    from fullshard.cli.running.tables import ranks_table, runs_table
+    from fullshard.cli.running.tables import hints, ranks_table, runs_table
     from fullshard.preflight.spi import json_text
 
     try:
@@ -249,6 +258,8 @@ def compare(
             console.print(ranks_table(found[0]))
             if found[0].slow_ranks is not None:
                 typer.echo(str(found[0].slow_ranks))
+        for hint in hints(found):
+            typer.echo(f"\n{hint}")
     raise typer.Exit(int(any(each["errors"] for each in values)))
 
 

@@ -44,7 +44,9 @@ class Exchange(Protocol):
 class ReplicaWire:
     """A wire policy whose reductions go on between replica groups; ``ReplicaGroups.wire`` makes it.
 
-    ``inner`` chooses the forms inside a group.
+    Attributes:
+        inner: chooses the forms inside a group.
+        exchange: sums gradients over the replica groups.
     """
 
     def __init__(self, inner: WireForms, exchange: Exchange) -> None:

@@ -69,6 +69,8 @@ class FileOffloadPolicy(OffloadPolicy):
             Like shards, they are read for their use, and count for ``resident_mb``.
         optimizer_state: keep the optimizer's state on the CPU, and step there; otherwise the
             optimizer steps where the model computes.
+        may_fail: True: one rank may run out of space or fail to read, so all ranks compare errors
+            before they continue.
     """
 
     folder: str | Path

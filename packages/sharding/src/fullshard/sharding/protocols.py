@@ -277,6 +277,7 @@ class FullWidth:
     """Shards and gradients travel in the dtypes in which they are used and summed."""
 
     all_gather = staticmethod(default_all_gather)
+    """Return the default all-gather for a process group."""
 
     def unmatched(self, names: Sequence[str]) -> Sequence[str]:
         """Return nothing: no parameter is named."""

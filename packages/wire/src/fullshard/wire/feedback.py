@@ -62,6 +62,9 @@ class ErrorFeedback:
 
     A parameter without a gradient on this rank keeps its residual, and so does a block that holds
     infinity or NaN. A new process begins without: residuals are no part of a checkpoint.
+
+    Attributes:
+        dtype: the dtype in which residuals are kept.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -29,6 +29,10 @@ class PendingSave(Future[Path]):
     """A save that is under way: ``result()`` waits for it and returns its folder.
 
     ``result()`` and ``exception()`` give a ``SaveError`` where any rank failed.
+
+    Attributes:
+        seen: whether the caller has asked for the result or the error. The next save raises the
+            error of a save that nobody asked about.
     """
 
     def __init__(self) -> None:

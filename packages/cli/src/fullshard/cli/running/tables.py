@@ -8,7 +8,7 @@ from rich.table import Table
 
 from fullshard.cli.running.runs import Run
 
-__all__ = ["ranks_table", "runs_table", "size"]
+__all__ = ["hints", "ranks_table", "runs_table", "size"]
 
 _NONE = "-"
 
@@ -52,6 +52,25 @@ def ranks_table(run: Run) -> Table:
             each.error or "well",
         )
     return table
+
+
+def hints(runs: Sequence[Run]) -> list[str]:
+    """Return what to do about runs whose program left no losses, or sharded nothing."""
+    found = []
+    silent = [run.name for run in runs if run.value()["first_loss"] is None]
+    if silent:
+        found.append(
+            f"no losses of {', '.join(silent)}: on rank 0, append a line such as "
+            f'{{"step": 1, "loss": 0.5}} for each step to {silent[0]}/metrics.jsonl'
+        )
+    whole = [run.name for run in runs if run.world > 1 and not _gathers(run)]
+    if whole:
+        found.append(f"no rank of {', '.join(whole)} gathered a parameter: was a model sharded?")
+    return found
+
+
+def _gathers(run: Run) -> bool:
+    return any(each.count_of("all_gather") for each in run.ranks)
 
 
 def size(nbytes: int) -> str:

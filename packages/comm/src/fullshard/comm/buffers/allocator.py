@@ -67,6 +67,7 @@ class CachingAllocator:
     """Torch's own (caching) allocator for the device: ``torch.empty``."""
 
     empty = staticmethod(torch.empty)  # no frame of ours
+    """Return an uninitialised tensor, as ``torch.empty`` does."""
 
 
 @dataclass(frozen=True)

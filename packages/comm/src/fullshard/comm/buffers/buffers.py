@@ -144,6 +144,9 @@ class BlockPool:
     """Blocks of memory, ``[n]`` uint8, for use one after the other on devices without streams.
 
     There are as many as were ever in use at once, each as large as it had to be.
+
+    Attributes:
+        free: the blocks that no collective uses, ordered by size.
     """
 
     def __init__(self) -> None:

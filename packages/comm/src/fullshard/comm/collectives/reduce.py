@@ -97,7 +97,11 @@ class ReduceInFlight:
         self.plan.config.streams.current().wait_event(self.event)
         return self.result
 
-    finish = discard = wait  # nothing follows the reduce-scatter, and other ranks read its input
+    # Nothing follows the reduce-scatter, and other ranks read its input.
+    finish = wait
+    """Return the reduced shards, as ``wait()`` does: no collective follows."""
+    discard = wait
+    """Wait, as ``wait()`` does: other ranks read the input of this rank."""
 
     def launched(self, work: dist.Work | None) -> None:
         """Take the handle of its collective; None: it is over."""

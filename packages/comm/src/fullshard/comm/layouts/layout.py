@@ -23,6 +23,11 @@ class TensorSpec:
     A 0-d tensor is allowed and laid out as ``(1,)``: rank 0 holds it. A negative ``dim`` is
     normalised.
 
+    Attributes:
+        shape: sizes of the full tensor.
+        dtype: the dtype in which the tensor travels.
+        dim: the dimension that is cut into shards.
+
     Raises:
         ValueError: if a size is negative or ``dim`` is not a dimension of ``shape``.
     """
@@ -115,7 +120,9 @@ class TensorSpec:
 class BufferSpec:
     """A flat buffer for one collective: its dtype and the elements that one rank contributes.
 
-    ``dtype`` is the one dtype of all its tensors, or ``torch.uint8`` when they are mixed.
+    Attributes:
+        dtype: the one dtype of all its tensors, or ``torch.uint8`` when they are mixed.
+        slice_numel: elements of ``dtype`` that one rank contributes, padding included.
     """
 
     dtype: torch.dtype

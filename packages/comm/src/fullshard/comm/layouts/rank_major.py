@@ -28,9 +28,9 @@ class RankMajorLayout:
     Tensors are ordered in runs of equal dtype (in order of first appearance, stable inside a run).
     Every run starts on a multiple of 16 bytes, so one launch can move any mix of dtypes. A tensor
     takes ``chunk_rows * row_numel`` elements of each slice, whether or not a rank's shard fills
-    them. The slice is padded to 16 bytes.
+    them. The slice is padded to 16 bytes. Do not change the attributes.
 
-    Attributes (not to be changed):
+    Attributes:
         specs: the tensors, in the order in which they were given.
         world_size: number of ranks.
         buffer: its dtype and size.

@@ -26,7 +26,17 @@ __all__ = ["GatherConfig", "ReduceConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Shared:
-    """Settings that gathers and reductions share; ``collective`` states what ``comm`` can do."""
+    """Settings that gathers and reductions share.
+
+    Attributes:
+        comm: the all-gather or the reduce-scatter that moves the bytes.
+        process_group: the ranks that take part.
+        streams: the streams on which buffers are packed and moved.
+        device: the device of shards, gradients and buffers.
+        name: the name of the group in events and messages.
+        source: provides the buffers; new ones by default.
+        collective: what ``comm`` can do, from its declarations.
+    """
 
     comm: AllGather | ReduceScatter = field(compare=False)
     process_group: dist.ProcessGroup
@@ -48,7 +58,10 @@ class _Shared:
 class GatherConfig(_Shared):
     """The configuration of gathers; ``source`` provides the buffers, new ones by default.
 
-    ``name`` is for events and messages.
+    Attributes:
+        what: the word for the collective in messages.
+        waits_for: the mark of a wait for the result, as observers see it.
+        runs_on: the names of two streams: the stream that packs, and the stream that moves.
     """
 
     what: ClassVar = "gather"
@@ -63,6 +76,13 @@ class ReduceConfig(_Shared):
 
     ``inputs_in_flight`` packed inputs may be alive at once, the one being packed counted in;
     ``source`` provides their memory. Results are always new: they may become gradients.
+
+    Attributes:
+        what: the word for the collective in messages.
+        waits_for: the mark of a wait for the result, as observers see it.
+        runs_on: the names of two streams: the stream that packs, and the stream that moves.
+        scaling: the factors before and after the sum over ranks, and the operation between them.
+        inputs_in_flight: the largest number of packed inputs that are allocated at once.
     """
 
     what: ClassVar = "reduction"

@@ -195,6 +195,7 @@ class ProcessGroupTransport(Transport):
     all_gather = staticmethod(compat.gather_into)  # one launch each, and no frame of ours
     reduce_scatter = staticmethod(compat.reduce_scatter_into)
     all_reduce: ClassVar[Callable[..., dist.Work | None]] = staticmethod(dist.all_reduce)
+    """Reduce a tensor in place over the ranks of a process group, as ``dist.all_reduce`` does."""
 
     def narrow_gather(self, device: torch.device) -> NarrowLaunch | None:
         """Return one broadcast for each slice, on devices without streams."""

@@ -83,6 +83,8 @@ class IntegrityChecks:
 
     Attributes:
         comparisons: how many comparisons were made on this rank.
+        all_gather: the class that replaces the all-gathers of a step that is due.
+        reduce_scatter: the class that replaces the reduce-scatters of a step that is due.
     """
 
     def __init__(

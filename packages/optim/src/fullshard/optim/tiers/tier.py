@@ -98,6 +98,7 @@ class FileTier:
     advice: ClassVar[str] = (
         "the state stays in memory; save a checkpoint, then use a folder with more space"
     )
+    """What to do if there is no room for the state of a parameter; a part of the error."""
 
     def open(self, params: Sequence[torch.Tensor]) -> OpenTier:
         """Make the file for the state of ``params``, this rank's parts.
@@ -139,6 +140,7 @@ class HostTier:
         "the state stays on the device; save a checkpoint, then run with more host memory or with "
         "a FileTier"
     )
+    """What to do if there is no room for the state of a parameter; a part of the error."""
 
     def __post_init__(self) -> None:
         """Check the fields."""

@@ -143,7 +143,8 @@ def _add_doctor(commands: Any) -> None:
         commands,
         "doctor",
         "check versions, devices, limits, collectives and links",
-        "Checks this machine and ranks started on it; under torchrun, all its ranks. "
+        "Checks this machine and ranks started on it; under torchrun, all its ranks (torchrun "
+        "--nproc-per-node 8 -m fullshard.preflight doctor). "
         "Exit code: 0, 1 if a check failed (warnings do not count), 2 after a wrong argument.",
         ["doctor", "doctor --folder /path/to/checkpoints --json"],
     )
@@ -186,6 +187,10 @@ def _add_verify(commands: Any) -> None:
     check.add_argument("--steps", type=_count, help="how many steps, instead of the program's (3)")
     check.add_argument("--stretch", type=float, help="a factor on what rounding may make differ")
     check.add_argument("--ranks", type=_count, help="ranks to start here (one per device, or 2)")
+    check.add_argument(
+        "--aligned-seeds", action="store_true", default=None,
+        help="seed the random numbers of each rank's batch alike in both runs, as dropout needs",
+    )  # fmt: skip
 
 
 def _add_races(commands: Any) -> None:
@@ -263,7 +268,8 @@ def _plan(given: argparse.Namespace, program: dict[str, Any], output: _Output) -
 
 
 def _verify(given: argparse.Namespace, program: dict[str, Any], output: _Output) -> int:
-    wanted = {"steps": given.steps, "stretch": given.stretch}
+    names = ("steps", "stretch", "aligned_seeds")
+    wanted = {name: getattr(given, name) for name in names}
     program = accepted(verify, program) | {k: v for k, v in wanted.items() if v is not None}
     began = not dist.is_initialized()
     if began:

@@ -101,6 +101,8 @@ def exit_code_of(launch: Callable[[], object], *, reported: Container[int] = ())
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Return False for a line about a rank that has printed the reason."""
+    """Return False for a line about a rank that has printed the reason, or that is stopped."""
     text = record.getMessage()
+    if "Sending process" in text:  # to the ranks that wait for one that has ended
+        return False
     return not any(f"failed (exitcode: {code})" in text for code in _SAID)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import symtable
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -45,6 +46,8 @@ def load_program(name: str) -> dict[str, Any]:
     where, _, function = name.partition(":")
     if ":" in name and not (where and function):
         raise ProgramError(f"{name!r} is no module:function; write for example train:verification")
+    if not function and where.endswith(".py") and Path(where).is_file():
+        _check_names(Path(where), name)
     module = _module(where, name)
     if function or callable(getattr(module, _FUNCTION, None)):
         found = _called(module, function or _FUNCTION, name)
@@ -57,6 +60,19 @@ def load_program(name: str) -> dict[str, Any]:
         )
     found.setdefault("shard", shard_blocks)
     return found
+
+
+def _check_names(script: Path, name: str) -> None:
+    """Refuse a script without its functions before the import runs it: it may train for hours."""
+    source = script.read_text(errors="replace")
+    try:
+        symbols = symtable.symtable(source, str(script), "exec").get_symbols()
+    except (SyntaxError, ValueError):
+        return  # the import has the message
+    bound = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
+    is_open = "import *" in source or "globals()" in source  # names that no symbol shows
+    if not (is_open or _FUNCTION in bound or bound >= {*_NEEDED}):
+        raise ProgramError(_lacks(name, [each for each in _NEEDED if each not in bound]))
 
 
 def _module(where: str, name: str) -> ModuleType:
@@ -105,12 +121,17 @@ def _by_name(module: ModuleType, name: str) -> dict[str, Any]:
     found = {each: getattr(module, each, None) for each in (*_NEEDED, *_OPTIONAL)}
     missing = [each for each in _NEEDED if not callable(found[each])]
     if missing:
-        raise ProgramError(
-            f"{name} has no function {', '.join(missing)}; it needs build_model(), batch(step) and "
-            "loss(model, batch), at the top level and outside of `if __name__ == '__main__'`, or "
-            f"a function {_FUNCTION}() that returns a dict of them"
-        )
+        raise ProgramError(_lacks(name, missing))
     return {each: value for each, value in found.items() if callable(value)}
+
+
+def _lacks(name: str, missing: list[str]) -> str:
+    return (
+        f"{name} has no function {', '.join(missing)}; it needs build_model(), batch(step) and "
+        "loss(model, batch), at the top level and outside of `if __name__ == '__main__'`, or "
+        f"a function {_FUNCTION}() that returns a dict of them; `fullshard init example.py` writes "
+        "a script that has them"
+    )
 
 
 def accepted(function: Callable[..., object], found: Mapping[str, Any]) -> dict[str, Any]:

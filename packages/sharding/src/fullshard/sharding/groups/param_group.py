@@ -39,6 +39,10 @@ class FSDPParamGroup:
     Attributes:
         name: for messages and events.
         params: its parameters, in the order of their first place in the modules.
+        mesh_info: the process groups over which its parameters are sharded and replicated.
+        device: the device on which its modules compute.
+        policies: how its parameters are gathered, reduced, resharded and stored.
+        rank: this rank's number among the ranks that shard.
         leases: who holds it unsharded.
         full_after_backward: whether its module keeps it unsharded after backward.
         copied: whether modules hold a block's copies of its parameters, which are not taken over.

@@ -96,9 +96,15 @@ class FSDPParam:
         name: full name from the root, for messages; set again when a root is found.
         places: every module and name that holds this parameter; tied weights have several.
         walked: the modules in which its ``fully_shard`` call looked for parameters.
+        mesh_info: the process groups over which it is sharded and replicated.
+        offload: decides where its shard is stored.
         sharding: how it is cut, gathered, used and reduced.
+        dim: the dimension that is cut into shards.
+        spec: the mesh, the placements and the global shape of ``sharded``.
         shape: the shape of the whole parameter.
         sharded: the parameter the optimizer sees: a ``DTensor`` with ``Shard(dim)``.
+        unsharded: the parameter that modules use in forward and backward; ``sharded`` until the
+            group allocates memory for it.
         gather_spec: shape, shard dim and dtype in which it is gathered.
         grad_spec: the same, in which its gradient is reduced.
         sent: what travels to be gathered.

@@ -12,7 +12,10 @@ import runpy
 import sys
 from pathlib import Path
 
+from torch import nn
+
 from fullshard.comm.spi import CommandParser
+from fullshard.sharding import FSDPModule
 from fullshard.wrappers import __version__
 from fullshard.wrappers.install import install
 
@@ -43,6 +46,18 @@ def main(arguments: list[str]) -> None:
     else:
         sys.path[0] = str(Path(program[0]).resolve().parent)
         runpy.run_path(program[0], run_name="__main__")
+    if os.environ.get("RANK", "0") == "0" and not _is_any_sharded(FSDPModule):
+        sys.stderr.write(
+            f"fullshard: {program[0]} sharded no model: each rank had a whole one; call "
+            "fully_shard(model) of torch.distributed.fsdp\n"
+        )
+
+
+def _is_any_sharded(mixin: type) -> bool:
+    """Return whether a model was sharded in this process: its class then inherits ``mixin``."""
+    return any(
+        issubclass(each, nn.Module) or _is_any_sharded(each) for each in mixin.__subclasses__()
+    )
 
 
 def _parser() -> CommandParser:

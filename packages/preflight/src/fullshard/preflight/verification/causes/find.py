@@ -89,8 +89,8 @@ class _Experiments:
         if program.seeds is not Seeds.BY_RANK and self._helps(program.but(seeds=Seeds.BY_RANK)):
             evidence = (
                 "with the random numbers of each rank's batch seeded alike in both runs they "
-                "agree, or agree for longer. If they are meant (dropout), pass aligned_seeds=True; "
-                "ranks that should draw apart need seeds of their own"
+                "agree, or agree for longer. If they are meant (dropout), pass aligned_seeds=True "
+                "(--aligned-seeds on the command line); ranks that should draw apart need seeds of their own"
             )
         elif program.seeds is not Seeds.ALIKE and self._helps(program.but(seeds=Seeds.ALIKE)):
             evidence = (
