@@ -184,31 +184,60 @@ def test_the_pods_of_the_job_are_those_that_the_service_names(parts: dict[str, A
     assert values["MASTER"] == f"{name}-0.{service['metadata']['name']}"
     assert int(values["NNODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
     assert int(values["GPUS"]) == _container(job)["resources"]["limits"]["nvidia.com/gpu"]
-    assert f"--master-port={service['spec']['ports'][0]['port']}" in _container(job)["command"][-1]
+    port = service["spec"]["ports"][0]["port"]
+    assert f'--rdzv-endpoint="$MASTER:{port}"' in _container(job)["command"][-1]
     mounted = {mount["name"] for mount in _container(job)["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
+# In the example's place: writes down each start, and rank 1 is lost once.
+LOSES_A_RANK = """
+import os, signal
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank, lost = dist.get_rank(), "lost"
+with open(f"rank-{rank}", "a") as file:
+    file.write(f"{dist.get_world_size()} ")
+dist.barrier()
+if rank == 1 and not os.path.exists(lost):
+    open(lost, "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+
+
 @pytest.mark.matrix
-def test_the_command_of_a_pod_starts_its_ranks(parts: dict[str, Any], tmp_path: Path) -> None:
-    program = tmp_path / "train.py"  # in the example's place: one that leaves how it was started
-    program.write_text(
-        "import os\nopen(f\"rank-{os.environ['RANK']}\", 'w').write(os.environ['WORLD_SIZE'])\n"
-    )
+def test_pods_start_their_ranks_and_once_more_after_one_is_lost(
+    parts: dict[str, Any], tmp_path: Path
+) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(LOSES_A_RANK)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    *shell, command = _container(parts["Job"])["command"]
+    container = _container(parts["Job"])
+    *shell, command = container["command"]
     environment = _path_with(tmp_path, {"torchrun": STAND_INS["torchrun"]})
-    values = {"NNODES": "1", "GPUS": "2", "MASTER": "127.0.0.1", "OUT": "run"}
-    ran = subprocess.run(
-        [*shell, command.replace("29500", str(port)).replace("/shared/train.py", str(program))],
-        cwd=tmp_path,
-        env={**environment, **values, "JOB_COMPLETION_INDEX": "0"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["2", "2"]
+    environment |= {each["name"]: each["value"] for each in container["env"]}
+    environment |= {"NNODES": "2", "GPUS": "1", "MASTER": "127.0.0.1", "OUT": "run"}
+    pods = [
+        subprocess.Popen(
+            [*shell, command.replace("29500", str(port)).replace("/shared/train.py", str(program))],
+            cwd=tmp_path,
+            env={**environment, "JOB_COMPLETION_INDEX": str(index)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        for pod in pods:
+            errors = pod.communicate(timeout=240)[1]
+            assert pod.returncode == 0, errors
+    finally:
+        for pod in pods:
+            pod.kill()
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["2 2 ", "2 2 "]
