@@ -65,8 +65,8 @@ Under torchrun, "run" measures in the ranks that are there. "suite cpu", "suite 
 gpu" are what "nox -s bench" runs. Results are JSON files (--out of each command; "compare" has
 --json).
 
-exit codes: 0, 1 if a contestant failed or was wrong, 2 after a wrong argument, 130 after SIGINT, 143
-after SIGTERM.
+exit codes: 0, 1 if a contestant failed or was wrong, 2 after a wrong argument, 130 after SIGINT,
+143 after SIGTERM.
 """
 
 _RUN_EPILOG = """\

@@ -55,9 +55,8 @@ def main(arguments: list[str]) -> None:
 
 def _is_any_sharded(mixin: type) -> bool:
     """Return whether a model was sharded in this process: its class then inherits ``mixin``."""
-    return any(
-        issubclass(each, nn.Module) or _is_any_sharded(each) for each in mixin.__subclasses__()
-    )
+    classes: list[type] = mixin.__subclasses__()
+    return any(issubclass(each, nn.Module) or _is_any_sharded(each) for each in classes)
 
 
 def _parser() -> CommandParser:

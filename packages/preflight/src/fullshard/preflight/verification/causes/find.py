@@ -90,7 +90,8 @@ class _Experiments:
             evidence = (
                 "with the random numbers of each rank's batch seeded alike in both runs they "
                 "agree, or agree for longer. If they are meant (dropout), pass aligned_seeds=True "
-                "(--aligned-seeds on the command line); ranks that should draw apart need seeds of their own"
+                "(--aligned-seeds on the command line); ranks that should draw apart need seeds of "
+                "their own"
             )
         elif program.seeds is not Seeds.ALIKE and self._helps(program.but(seeds=Seeds.ALIKE)):
             evidence = (
