@@ -73,7 +73,11 @@ def test_version_names_torch_and_python() -> None:
 
 
 def test_a_mistyped_command_or_option_is_answered_with_the_right_one() -> None:
-    for words, said in ((["comapre"], "compare"), (["plan", "x.py", "--mehs", "2"], "--mesh")):
+    for words, said in (
+        (["comapre"], "compare"),
+        (["plan", "x.py", "--mehs", "2"], "--mesh"),
+        (["run", "--nproc-pr-node=2", "x.py"], "--nproc-per-node"),
+    ):
         ended = _run(*words)
         assert ended.exit_code == 2
         assert re.search(f"[Dd]id you mean '?{said}'?\\?", ended.output)

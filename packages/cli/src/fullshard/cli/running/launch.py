@@ -9,6 +9,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.run import get_args_parser, run
 
+from fullshard.comm.spi import CommandParser
 from fullshard.preflight.spi import default_ranks, exit_code_of, share_cores
 
 __all__ = ["run_script"]
@@ -35,9 +36,14 @@ def run_script(words: Sequence[str], prog: str) -> int:
     Raises:
         SystemExit: after a wrong option, or ``--help``.
     """
-    parser = get_args_parser()
-    parser.prog, parser.description = prog, _DESCRIPTION
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = CommandParser(
+        prog=prog,
+        usage=f"{prog} [OPTIONS] script.py [ARGUMENTS OF THE SCRIPT]",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[get_args_parser()],
+        add_help=False,  # torchrun's parser has it
+    )
     parser.add_argument(
         "--record", type=Path, metavar="FOLDER",
         help="write what each rank did into FOLDER, for `fullshard compare FOLDER`",
