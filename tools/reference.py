@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,19 @@ def missing_from_pages(module: griffe.Module, pages: str) -> Iterator[str]:
 
 
 def _load(root: Path, package: str) -> griffe.Module:
-    paths = sorted(root.glob("packages/*/src"))
-    loader = griffe.GriffeLoader(search_paths=paths)
-    for each in PACKAGES:  # all, so that a name re-exported from a lower layer is found
-        loader.load(each)
-    loader.resolve_aliases()
-    module = loader.modules_collection[package]
+    module = _all_packages(root)[package]
     assert isinstance(module, griffe.Module)
     return module
+
+
+@cache
+def _all_packages(root: Path) -> griffe.ModulesCollection:
+    """Every package, so that a name re-exported from a lower layer is found; parsed once."""
+    loader = griffe.GriffeLoader(search_paths=sorted(root.glob("packages/*/src")))
+    for each in PACKAGES:
+        loader.load(each)
+    loader.resolve_aliases()
+    return loader.modules_collection
 
 
 def _public(module: griffe.Module) -> Iterator[tuple[str, griffe.Object | griffe.Alias]]:
