@@ -305,6 +305,7 @@ def test_convert_lists_or_writes_and_says_what_it_left_out(tmp_path: Path) -> No
     assert done.exit_code == 0
     assert "b.safetensors: 1 tensors of" in done.output
     assert "as safetensors, read back and equal" in done.output
+    assert "1 tensors, 24 B in the source" in done.output
     assert "left out: optimizer.step" in done.output
     again = _run(*words)
     assert again.exit_code == 2

@@ -76,7 +76,9 @@ class Convert:
                 f"as {self.done.target}{read_back}",
                 soft_wrap=True,
             )
-        console.print(f"{len(source.entries)} tensors, {size(source.nbytes)}", soft_wrap=True)
+        where = "" if self.done is None else " in the source"
+        total = f"{len(source.entries)} tensors, {size(source.nbytes)}{where}"
+        console.print(total, soft_wrap=True)
         if left := source.left_out:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             console.print(f"left out: {', '.join(left[:3])}{more}", soft_wrap=True)
