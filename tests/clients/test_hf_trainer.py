@@ -423,7 +423,7 @@ def test_the_command_line_verifies_plans_trains_samples_and_exports(
     assert main([*words, "--verify", "--plan", "--out", "run"]) == 0
     printed = capfd.readouterr().out
     assert "verified   equal over 3 steps" in printed
-    assert "planned    train.accumulate 2" in printed
+    assert "planned    ZeRO-3, train.accumulate 2" in printed
     found = re.search(r"peak .* MiB measured, .* planned \((.*) %\)", printed)
     assert found is not None and abs(float(found[1])) < 20, printed
     assert "unigram entropy" in printed

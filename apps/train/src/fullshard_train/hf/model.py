@@ -118,13 +118,17 @@ def _base_dtype(section: HFConfig, folder: ModelFolder) -> torch.dtype:
 
 
 def layers_of(model: Causal) -> Sequence[nn.Module]:
-    """The layers of the model, in forward order; the rest is gathered with the root."""
+    """The layers of the model, in forward order; the rest is gathered with the root.
+
+    None contains another: where transformers names a block and a part of it, the block counts.
+    """
     inner: Any = model.inner
     base: nn.Module = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     classes = layer_classes(base)
     found = [module for module in base.modules() if type(module).__name__ in classes]
+    parts = {id(part) for layer in found for part in layer.modules() if part is not layer}
     if found:
-        return found
+        return [layer for layer in found if id(layer) not in parts]
     lists = [each for each in base.modules() if isinstance(each, nn.ModuleList)]
     return list(max(lists, key=_size, default=()))
 
