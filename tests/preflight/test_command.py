@@ -164,7 +164,10 @@ def test_a_script_is_verified_and_the_verdict_is_a_value(tmp_path: Path) -> None
         ("", "has no function build_model, batch, loss; it needs build_model(), batch(step)"),
         ("def preflight(): return 3", "returned a int; return a dict of the arguments of verify"),
         ("def preflight(): return {'modell': 3}", "has modell, which is no argument; use "),
-        ("import no_such_thing", "cannot be imported: No module named 'no_such_thing'"),
+        (
+            "import no_such_thing as build_model, os as batch, re as loss",
+            "cannot be imported: No module named 'no_such_thing'",
+        ),
         ("def build_model(:", "cannot be imported: invalid syntax (own_script.py, line 1)"),
         ("build_model = batch = loss = print\n{}['lr']", "cannot be imported: KeyError: 'lr' ("),
         (

@@ -34,15 +34,11 @@ _WRITERS = {LeaseKind.USER, LeaseKind.BLOCK}
 
 
 class FSDPParamGroup:
-    """The parameters of one ``fully_shard`` call.
+    """The parameters of one call, which share ``mesh_info``, ``device``, ``rank`` and ``policies``.
 
     Attributes:
         name: for messages and events.
         params: its parameters, in the order of their first place in the modules.
-        mesh_info: the process groups over which its parameters are sharded and replicated.
-        device: the device on which its modules compute.
-        policies: how its parameters are gathered, reduced, resharded and stored.
-        rank: this rank's number among the ranks that shard.
         leases: who holds it unsharded.
         full_after_backward: whether its module keeps it unsharded after backward.
         copied: whether modules hold a block's copies of its parameters, which are not taken over.
