@@ -59,20 +59,10 @@ _EPILOG = """\
 examples:
   %(prog)s suite quick
   %(prog)s run --mesh 2 --model gpt-mini --html result.html
-  %(prog)s compare before.json after.json --json
 
 Under torchrun, "run" measures in the ranks that are there. "suite cpu", "suite wide" and "suite
-gpu" are what "nox -s bench" runs. Results are JSON files (--out of each command; "compare" has
---json).
-
-exit codes: 0, 1 if a contestant failed or was wrong, 2 after a wrong argument, 130 after SIGINT,
-143 after SIGTERM.
-"""
-
-_RUN_EPILOG = """\
-examples:
-  %(prog)s --mesh 2
-  %(prog)s --mesh 2 2x2 --model gpt-mini --impl fullshard torch --steps 10 --html result.html
+gpu" are what "nox -s bench" runs. Results are JSON files (--out; "compare" has --json). Exit codes:
+0, 1 if a contestant failed or was wrong, 2 after a wrong argument, 128 and more after a signal.
 """
 
 _DRAWN = """\
@@ -203,8 +193,7 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
     measure = commands.add_parser(
         "run",
         help="measure one model over meshes",
-        epilog=_RUN_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: %(prog)s --mesh 2 --html a.html",
     )
     _add_what(measure)
     _add_how(measure)
