@@ -5,17 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard.optim import FileTier, OffloadedOptimizer, OverlappedStep
+from fullshard.optim import FileTier, OffloadedOptimizer, OverlappedStep, OverlappedStepError
 from fullshard.policies import CPUOffloadPolicy, FileOffloadPolicy, MixedPrecisionPolicy, shard_file
-from fullshard.sharding import FSDPModule, NoOffload, fully_shard, grad_norm
+from fullshard.sharding import FSDPModule, NoOffload, clip_grad_norm_, fully_shard, grad_norm
 from support.optim.offloaded import Program, adamw, assert_equal_runs, part, run_both
 from support.ranks import distributed
 from support.surface.model import Net, batch, build, sharded
@@ -216,6 +219,122 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_loses_nothing(tmp_path: Path) 
     assert_in_file(model, policy)
 
 
+@contextmanager
+def unreadable(policy: FileOffloadPolicy, gradients: list[torch.Tensor]) -> Iterator[None]:
+    """In the block, rank 1 cannot read ``gradients`` from the disk."""
+    found = [policy._file.find(each) for each in gradients if each.numel()]
+    addresses, advise = {each.address for each in found if each is not None}, shard_file._madvise
+
+    def broken(address: int, nbytes: int, advice: int) -> None:
+        if advice == shard_file._POPULATE_READ and address in addresses:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        advise(address, nbytes, advice)
+
+    rank = torch.distributed.get_rank()
+    with patch.object(shard_file, "_madvise", broken if rank == 1 else advise):
+        yield
+
+
+LOST = r"rank 1: \S+: \d+ bytes of a gradient could not be read: Input/.*zero_grad\(\)"
+
+
+@pytest.mark.parametrize("announced", [False, True])
+@distributed(2)
+def test_an_earlier_gradient_that_cannot_be_read_is_an_error_on_all_ranks_before_the_step(
+    announced: bool, tmp_path: Path
+) -> None:
+    policy = in_file(tmp_path, resident_mb=0, read_ahead_mb=0)
+    model, expected = apart(build(), offload_policy=policy), apart(build())
+    optimizer, other = adamw(model), adamw(expected)
+
+    def backward(each: Any, number: int) -> None:
+        each.set_is_last_backward(number == 2 or not announced)
+        each(batch(number)).square().mean().backward()
+
+    backward(model, 0)
+    if announced:  # the next backward puts them in place
+        backward(model, 1)
+    with unreadable(policy, gradients_of(model)):
+        with pytest.raises(RuntimeError, match=LOST):
+            backward(model, 2)
+        everyone("together")
+    attempts: list[Callable[[], object]] = [
+        lambda: backward(model, 2),
+        lambda: clip_grad_norm_(model, 1.0),
+    ]
+    for attempt in attempts:
+        model.reset_iter_state()
+        with pytest.raises(RuntimeError, match=LOST):  # the disk is well, but a part is missing
+            attempt()
+        everyone("together")
+    optimizer.zero_grad()
+    for each, one in ((model, optimizer), (expected, other)):
+        for number in range(3):
+            backward(each, number)
+        clip_grad_norm_(each, 0.1)
+        one.step()
+    assert_equal_runs(model, optimizer, expected, other)
+    assert_in_file(model, policy)
+
+
+@distributed(2)
+def test_clipping_raises_on_all_ranks_before_the_step_if_a_gradient_cannot_be_read(
+    tmp_path: Path,
+) -> None:
+    policy = in_file(tmp_path, resident_mb=0, read_ahead_mb=0)
+    model = apart(build(), offload_policy=policy)
+    for clips in (True, False):
+        model(batch()).square().mean().backward()
+        with unreadable(policy, gradients_of(model)), pytest.raises(RuntimeError, match=LOST):
+            _ = clip_grad_norm_(model, 0.1) if clips else grad_norm(model)
+        everyone("together")
+        model.zero_grad()
+
+
+@distributed(2)
+def test_a_step_beside_a_backward_that_lost_a_gradient_is_an_error_on_all_ranks(
+    tmp_path: Path,
+) -> None:
+    policy = in_file(tmp_path, resident_mb=0, read_ahead_mb=0)
+    model = apart(build(), offload_policy=policy)
+    optimizer = OverlappedStep(adamw(model), model)
+    model(batch()).square().mean().backward()
+    with (
+        unreadable(policy, gradients_of(model)),
+        pytest.raises(RuntimeError, match=LOST),
+        optimizer.overlap(),
+    ):
+        model(batch(1)).square().mean().backward()
+    with pytest.raises(OverlappedStepError, match="load the last checkpoint"):
+        optimizer.step()
+    everyone("together")
+
+
+@distributed(2)
+def test_a_gradient_that_cannot_be_written_at_the_end_of_a_backward_is_added_once(
+    tmp_path: Path,
+) -> None:
+    """That backward does not raise, so no program runs it again."""
+    policy, both = in_file(tmp_path), torch.distributed.get_rank() == 0
+    found = []
+    for offload in (policy, NoOffload()):
+        torch.manual_seed(0)
+        model = fully_shard(Fork(), offload_policy=offload)
+        model(torch.ones(2, 8), both=both).square().sum().backward()
+        if offload is policy:
+            reserve = policy._file.space.reserve
+            full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            with patch.object(policy._file.space, "reserve", reserve if both else full):
+                model(torch.ones(2, 8), both=both).square().sum().backward()
+            with pytest.raises(RuntimeError, match=r"rank 1: no space for \d+ bytes of a gradient"):
+                model(torch.ones(2, 8), both=both).square().sum().backward()
+            model.reset_iter_state()
+        else:
+            model(torch.ones(2, 8), both=both).square().sum().backward()
+        found.append(gradients_of(model))
+    assert all(map(torch.equal, *found))
+
+
 def test_a_gradient_that_cannot_be_read_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +348,8 @@ def test_a_gradient_that_cannot_be_read_is_reported(
 
     monkeypatch.setattr(shard_file, "_checked", broken)
     assert not policy.read_in(last)
-    assert "8192 bytes of a shard could not be" in policy.take_error()
+    assert policy.error_of(last).startswith("8192 bytes of a gradient could not be read")
+    assert policy.error_of(first) == ""
 
 
 def test_without_the_option_gradients_stay_in_memory(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import ctypes
 import os
 import sys
 import warnings
+import weakref
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -48,6 +49,13 @@ class FileOffloadStatistics:
     wait_seconds: float
 
 
+class _Lost(NamedTuple):
+    """A weak reference to a gradient that is lost, and the error to raise for it."""
+
+    gradient: weakref.ref[torch.Tensor]
+    error: str
+
+
 @dataclass(frozen=True)
 class FileOffloadPolicy(OffloadPolicy):
     """Shards of parameters in a file of this rank, in memory only around their use.
@@ -80,6 +88,7 @@ class FileOffloadPolicy(OffloadPolicy):
     gradients: bool = field(default=False, kw_only=True)
     optimizer_state: bool = field(default=True, kw_only=True)
     _file: ShardFile = field(init=False, repr=False, compare=False)
+    _lost: list[_Lost] = field(init=False, repr=False, compare=False, default_factory=list)
 
     may_fail: ClassVar[bool] = True
 
@@ -156,7 +165,17 @@ class FileOffloadPolicy(OffloadPolicy):
 
     def read_in(self, gradient: torch.Tensor) -> bool:
         """Read the pages of a gradient, and return whether that was possible."""
-        return self._require(gradient, in_order=False)
+        return self._read_gradient(gradient, gradient)
+
+    def accumulate(self, present: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add ``gradient`` to ``present``; if either cannot be read, ``present`` is lost."""
+        if all(self._read_gradient(each, present) for each in (present, gradient)):
+            present.add_(gradient)
+
+    def error_of(self, gradient: torch.Tensor) -> str:
+        """Return why ``gradient`` is lost; empty if it is not."""
+        self._lost[:] = [each for each in self._lost if each.gradient() is not None]
+        return next((each.error for each in self._lost if each.gradient() is gradient), "")
 
     def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return ``tensor`` where the optimizer's state is, after its pages were read."""
@@ -190,20 +209,34 @@ class FileOffloadPolicy(OffloadPolicy):
 
     def _require(self, tensor: torch.Tensor, *, in_order: bool) -> bool:
         """Have the pages of a shard read, and return whether they could be."""
+        error = self._error_of_reading(tensor, in_order=in_order)
+        if error:
+            self._file.note(f"{tensor.nbytes} bytes of a shard {error}; load the last checkpoint")
+        return not error
+
+    def _read_gradient(self, gradient: torch.Tensor, needed_for: torch.Tensor) -> bool:
+        """Have a gradient read; if that fails, ``needed_for`` is lost."""
+        error = self._error_of_reading(gradient, in_order=False)
+        if error:
+            text = (
+                f"{gradient.nbytes} bytes of a gradient {error}; load the last checkpoint, or free "
+                "the gradients with zero_grad() and run all backwards of this step again"
+            )
+            self._lost.append(_Lost(weakref.ref(needed_for), text))
+        return not error
+
+    def _error_of_reading(self, tensor: torch.Tensor, *, in_order: bool) -> str:
+        """Have the pages of a tensor read, and return what went wrong; empty: nothing."""
         if type(tensor) not in _PLAIN or tensor.device.type != "cpu":
-            return True
+            return ""
         shard = self._file.find(tensor)
         if shard is None:
-            return True
+            return ""
         try:
             self._file.require(shard, in_order=in_order)
         except OSError as error:
-            self._file.note(
-                f"{shard.extent.nbytes} bytes of a shard could not be read: {error.strerror}; "
-                "load the last checkpoint"
-            )
-            return False
-        return True
+            return f"could not be read: {error.strerror}"
+        return ""
 
 
 def _made_of(kind: type[FileOffloadPolicy], values: dict[str, Any]) -> FileOffloadPolicy:

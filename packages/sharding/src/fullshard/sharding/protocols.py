@@ -121,11 +121,19 @@ class GradientOffload(Offload, Protocol):
     """An offload that declares ``stores_gradients``: ``stage_out`` stores gradients, too.
 
     The engine calls ``stage_out`` for a gradient after its reduction, not at the end of the
-    backward. Accumulation, clipping and steps call ``read_in`` for one gradient after another.
+    backward. Clipping and steps call ``read_in`` for one gradient after another. A gradient that
+    could not be read, or misses a part, is lost: while it is a parameter's gradient, all ranks
+    raise ``error_of`` it at the end of each backward and in clipping.
     """
 
     def read_in(self, gradient: torch.Tensor) -> bool:
         """Bring a gradient into memory before the host reads it; False if that is not possible."""
+
+    def accumulate(self, present: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add ``gradient`` to ``present``, an earlier one; if one cannot be read, it is lost."""
+
+    def error_of(self, gradient: torch.Tensor) -> str:
+        """Return why a gradient is lost; empty if it is not."""
 
 
 class ReshardPolicy(Protocol):

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 
 import torch
@@ -45,7 +46,11 @@ from fullshard.sharding.hooks.compat import (
     refuse_compiled_autograd,
     runs_split_backward,
 )
-from fullshard.sharding.hooks.offload_errors import may_fail, raise_errors_of_ranks
+from fullshard.sharding.hooks.offload_errors import (
+    may_fail,
+    raise_errors_of_ranks,
+    raise_lost_gradients,
+)
 from fullshard.sharding.hooks.schedule import (
     Order,
     Schedule,
@@ -308,10 +313,17 @@ class RootContext:
         return error
 
     def commit(self) -> None:
-        """Wait for reductions, put the sharded gradients in place, and give frames back."""
-        self.shared.queue.commit()
-        self.shared.streams.collect_all()
-        release_frames()
+        """Wait for reductions, put the sharded gradients in place, and give frames back.
+
+        Raises:
+            RuntimeError: on every rank, if a rank has lost a gradient that it had to read.
+        """
+        try:
+            params = [param for group in self._fallible for param in group.params]
+            self.shared.queue.commit(partial(raise_lost_gradients, params) if params else None)
+        finally:
+            self.shared.streams.collect_all()
+            release_frames()
 
     def finalize_backward(self) -> None:
         """Finish the backward of every group now, outside of a backward; ``commit`` follows.

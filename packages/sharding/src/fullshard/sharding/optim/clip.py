@@ -29,6 +29,7 @@ from fullshard.sharding.base.compat import (
     local_shards,
     untraced,
 )
+from fullshard.sharding.hooks.offload_errors import raise_lost_gradients
 from fullshard.sharding.optim.norm_group import NormGroup, Parameters, norm_group_of
 from fullshard.sharding.protocols import GradientOffload
 
@@ -79,13 +80,15 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
             no number.
         ValueError: if ``max_norm`` is negative, ``norm_type`` not positive, or ``process_group``
             lacks ranks.
-        RuntimeError: on every rank, if the norm is not finite and ``error_if_nonfinite``.
+        RuntimeError: on every rank, if the norm is not finite and ``error_if_nonfinite``, or if a
+            rank cannot read a gradient in a file.
     """
     order, limit = _order(norm_type), _limit(max_norm)
     group = norm_group_of(parameters, process_group)
     gradients = gradients_of(group.params)
     fused = foreach is not False
     total = _total(group, gradients, order, fused)
+    raise_lost_gradients(group.stored)
     value = host_values(total, [0.0])[0] if error_if_nonfinite else 0.0
     if not math.isfinite(value):
         raise RuntimeError(
@@ -101,6 +104,7 @@ def clip_grad_norm_(  # torch's arguments; what is ours comes last
         there = scale.to(same[0].device, same[0].dtype)  # as torch, whose products are of one dtype
         for part in _in_turn(same, stores):
             foreach_scale(part, there)
+    raise_lost_gradients(group.stored)
     return total
 
 
@@ -119,7 +123,9 @@ def grad_norm(
     """
     order = _order(norm_type)
     group = norm_group_of(parameters, process_group)
-    return _total(group, gradients_of(group.params), order, foreach is not False)
+    total = _total(group, gradients_of(group.params), order, foreach is not False)
+    raise_lost_gradients(group.stored)
+    return total
 
 
 def _order(norm_type: object) -> float:
@@ -215,14 +221,17 @@ def _stores_of(group: NormGroup, parts: Sequence[torch.Tensor | None]) -> _Store
 
 
 def _in_turn(tensors: list[torch.Tensor], stores: _Stores) -> Iterator[list[torch.Tensor]]:
-    """Yield ``tensors``; one after another, each in memory, if any of them may be stored."""
+    """Yield ``tensors``; one after another, each in memory, if any of them may be stored.
+
+    A tensor that cannot be read is left out: see ``raise_lost_gradients``.
+    """
     if not stores:
         yield tensors
         return
     for each in tensors:
-        if store := stores.get(id(each)):
-            store.read_in(each)
-        yield [each]
+        store = stores.get(id(each))
+        if store is None or store.read_in(each):
+            yield [each]
 
 
 def _norms(
@@ -236,13 +245,15 @@ def _norms(
     """
     first = gradients[0]
     plain = fused and not traits_of(first.device).list_kernels and first.dtype.is_floating_point
+    parts = _in_turn(gradients, stores)
     if plain and sum(map(torch.numel, gradients)) <= _SMALL * len(gradients):
-        flat = flatten(gradients)
+        small = [each for part in parts for each in part]
+        flat = flatten(small) if small else torch.zeros(1)  # if none can be read
         norm: torch.Tensor = torch.linalg.vector_norm(flat, order, dtype=torch.float64)
         return norm.view(1)
     dtype = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else None
-    parts = _in_turn(gradients, stores)
-    return torch.stack([norm for part in parts for norm in foreach_norm(part, order, dtype)])
+    found = [norm for part in parts for norm in foreach_norm(part, order, dtype)]
+    return torch.stack(found) if found else torch.zeros(1, device=first.device)
 
 
 def _alike(tensors: list[torch.Tensor], fused: bool) -> list[list[torch.Tensor]]:

@@ -70,6 +70,7 @@ class NormGroup:
         process_group: all ranks whose parts make the norm; None: this rank has all of it.
         device: where the sum is made.
         stores: the policies that store gradients, with the index of each parameter of theirs.
+        stored: the owners of these parameters.
         by_weight: the indices of parameters that count alike, by weight: one divided by the number
             of ranks that hold this part.
     """
@@ -85,13 +86,14 @@ class NormGroup:
         self._asked = asked
         self.params: Sequence[torch.Tensor] = _seen_by_optimizers(given)
         self._specs = specs_of(self.params)
-        owners = map(owner_of, self.params)
+        owners = [owner for owner in map(owner_of, self.params) if owner is not None]
         self.stores = [
             (at, store)
             for at, store in enumerate(map(gradient_store_of, self.params))
             if store is not None
         ]
-        self._snapshot = Snapshot([owner.generation for owner in owners if owner is not None])
+        self.stored = owners if self.stores else []
+        self._snapshot = Snapshot([owner.generation for owner in owners])
         self._all_cut = all(isinstance(param, DTensor) for param in self.params)
         alike: dict[_Sharding, list[int]] = {}
         for place, param in enumerate(self.params):

@@ -199,7 +199,10 @@ class _Pending:
                     made: Any = make_dtensor(gradient, param.spec)
                     made.noted_storage = NotedStorage((made.untyped_storage(),))
                     sharded.grad = made
-                elif not self.setup.stores_gradients or _is_read(param, present, gradient):
+                elif self.setup.stores_gradients and declares(param.offload, "stores_gradients"):
+                    store = cast(GradientOffload, param.offload)
+                    store.accumulate(local_shard(present), gradient)
+                else:
                     local_shard(present).add_(gradient)
                 if hooks_after_accumulation(sharded):
                     hooked_params.append(sharded)
@@ -248,8 +251,12 @@ class ReductionQueue:
             if reduction.setup.strategy.has_second_reduction:
                 reduction.finish()
 
-    def commit(self) -> None:
-        """Wait for all of them and put the sharded gradients in place."""
+    def commit(self, check: Callable[[], None] | None = None) -> None:
+        """Wait for all of them and put the sharded gradients in place.
+
+        Args:
+            check: called when they are in place, before hooks see them; it may raise.
+        """
         self.launch_second()
         pending, self._pending, self._sealed = self._pending, [], 0
         self._travelling.clear()
@@ -273,6 +280,8 @@ class ReductionQueue:
         for (_, device), offload in offloads.items():
             offload.arrived(device)
         committed = list(map(_Pending.commit, pending))
+        if check is not None:
+            check()
         for reduction, params in zip(pending, committed, strict=True):
             for param in params:  # a hook may raise, so no gradient waits for it
                 for hook in list(hooks_after_accumulation(param).values()):
@@ -331,12 +340,6 @@ class SharedComm:
         streams = CommStreams(device)
         source = BufferSource() if traits_of(device).queued else BufferPool()
         return cls(streams=streams, queue=ReductionQueue(), source=source)
-
-
-def _is_read(param: FSDPParam, present: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Return whether both gradients of ``param`` could be read; if not, the policy has an error."""
-    offload = cast(GradientOffload, param.offload)
-    return all(map(offload.read_in, (local_shard(present), gradient)))
 
 
 def _read_masks(
