@@ -182,6 +182,14 @@ MUTATIONS = [
         "reduction.in_flight.plan.shards_in(reduction.in_flight.output)",
         program="accumulated",
     ),
+    M(
+        reduction._Pending,
+        "store_early",
+        "self.in_flight.wait()",
+        "self.in_flight._reduction.wait()",
+        program="offloaded-stored",
+        mesh=_HYBRID,
+    ),
     # replicas
     M(
         AllReduceInFlight,

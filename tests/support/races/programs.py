@@ -78,6 +78,29 @@ class Model(nn.Module):
         return self.head(x)
 
 
+class _Stored:
+    """Gradients are brought home one after another, when each is reduced; see GradientOffload."""
+
+    stores_gradients = True
+
+    def read_in(self, gradient: torch.Tensor) -> bool:
+        return True
+
+    def accumulate(self, present: torch.Tensor, gradient: torch.Tensor) -> None:
+        present.add_(gradient)
+
+    def error_of(self, gradient: torch.Tensor) -> str:
+        return ""
+
+
+class StoredOnHost(_Stored, SimulatedOffloadPolicy):
+    """Where both memories are the CPU's."""
+
+
+class _StoredFromDevice(_Stored, CPUOffloadPolicy):
+    """Where the device has memory of its own."""
+
+
 def loss_of(model: nn.Module) -> torch.Tensor:
     ids = torch.randint(0, 11, (ROWS, 5))
     out = model(ids)
@@ -135,7 +158,8 @@ def _where(mesh: DeviceMesh, options: dict[str, Any]) -> dict[str, Any]:
     policy = options.get("offload_policy")
     if policy is None or mesh.device_type == "cpu":
         return options
-    return options | {"offload_policy": CPUOffloadPolicy(parameters=policy.parameters)}
+    kind = _StoredFromDevice if isinstance(policy, StoredOnHost) else CPUOffloadPolicy
+    return options | {"offload_policy": kind(parameters=policy.parameters)}
 
 
 # -- what differs ---------------------------------------------------------------------------------
@@ -356,6 +380,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offloaded": {"offload_policy": SimulatedOffloadPolicy()},
     "offloaded-mixed": {"offload_policy": SimulatedOffloadPolicy(), "mp_policy": _HALF},
     "offloaded-accumulated": {"offload_policy": SimulatedOffloadPolicy(), "micro_batches": 3},
+    "offloaded-stored": {"offload_policy": StoredOnHost(), "micro_batches": 3},
     "offloaded-state": {"offload_policy": SimulatedOffloadPolicy(parameters=False)},
     "tied": {"tied": True},
     "checkpointed": {"checkpointed": "non-reentrant"},

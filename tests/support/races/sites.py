@@ -61,10 +61,6 @@ LEFT_OUT: dict[Site, str] = {
     ("finished", "tensor.wait()"): "of a functional collective, which is taken to be synchronous",
     ("SharedBufferUnshard.discard", "in_flight.wait()"): _SAME_HOST,
     ("SharedBufferUnshard.finish", "in_flight.wait()"): _SAME_HOST,
-    ("_Pending.store_early", "self.in_flight.wait()"): (
-        "the wait of ReductionQueue.commit, made earlier for a policy that stores gradients, which "
-        "no program here uses"
-    ),
     ("Bucket.finish", "in_flight.wait()"): "repeats an error; the first group's finish waited",
     ("OffloadToCPU.arrived", "torch.get_device_module(device).synchronize()"): (
         "of a device with one queue, where only the host has to wait"
