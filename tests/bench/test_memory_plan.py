@@ -33,6 +33,15 @@ def test_each_mesh_and_choice_has_a_row_and_the_first_that_fits_is_named(
     assert peaks[1] < peaks[0]
 
 
+@pytest.mark.matrix
+def test_stages_of_zero_are_rows_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--zero", "1", "2", "3", "--dtype", "float32"]) == 0
+    rows = _rows(capsys.readouterr().out)
+    assert [row[1] for row in rows] == ["ZeRO-1", "ZeRO-2", "defaults"]  # stage 3 is the default
+    peaks = [float(row[2].split()[0]) for row in rows]
+    assert peaks[0] >= peaks[1] > peaks[2]
+
+
 def test_on_a_device_the_quickest_that_fits_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--device", "h100", "--reshard", "default", "never"]) == 0
     printed = capsys.readouterr().out

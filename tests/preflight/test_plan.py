@@ -20,7 +20,7 @@ from fullshard.preflight.compat import lonely_store
 from fullshard.preflight.planning.memory.ledger import Ledger
 from fullshard.preflight.planning.memory.places import Places
 from fullshard.preflight.planning.world import check_mesh
-from fullshard.sharding import fully_shard
+from fullshard.sharding import ShardingPlacements, fully_shard
 from fullshard.wire import Quantised, WirePolicy
 from support.modules import Assembled
 from support.parity.models import CASES, Case, build
@@ -35,6 +35,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     },
     "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "zero-1": {"placements": ShardingPlacements.zero(1)},
+    "zero-2": {"placements": ShardingPlacements.zero(2)},
     "narrow": {"wire_policy": WirePolicy(gathers=torch.bfloat16, reductions=torch.bfloat16)},
     "in-blocks": {"wire_policy": WirePolicy(gathers=Quantised(torch.int8, 16))},
 }
