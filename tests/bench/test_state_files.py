@@ -21,7 +21,12 @@ def test_all_sides_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
     rows = re.findall(r"(?m)^\| gpt-tiny \| (\w+) \| ([\d.]+) \|", text)
     assert [side for side, _ in rows] == ["none", "memory", "beside", "files", "all"]
     assert all(float(milliseconds) >= 0 for _, milliseconds in rows)
-    for bar in ("the larger of computing and I/O", "forward and backward alone", "the peak with"):
+    for bar in (
+        "the larger of computing and I/O",
+        "forward and backward alone",
+        "the peak with state in files",
+        "the peak with parameters, gradients and state in files",
+    ):
         assert len(re.findall(rf"(?m)^- gpt-tiny: .*{bar}", text)) == 1
     assert list(tmp_path.iterdir()) == []
 

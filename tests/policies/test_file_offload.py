@@ -161,7 +161,7 @@ def test_space_of_a_shard_that_is_no_longer_used_is_used_again(tmp_path: Path) -
 
 
 _PROGRAM = """
-import json, sys
+import json, sys, threading
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch import nn
@@ -170,9 +170,9 @@ from fullshard.policies import FileOffloadPolicy
 from fullshard.sharding import NoOffload, fully_shard
 
 torch.set_num_threads(1)
-folder, side = sys.argv[1:]
-store = dist.HashStore()
-dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+folder, side, rank, ranks = *sys.argv[1:3], *map(int, sys.argv[3:])
+store = dist.FileStore(f"{folder}-{side}-store", ranks)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
 caps = {"resident_mb": 8, "read_ahead_mb": 4, "gradients": side == "gradients"}
 policy = NoOffload() if side == "memory" else FileOffloadPolicy(folder, **caps)
 
@@ -180,8 +180,21 @@ def peak():
     status = Path("/proc/self/status").read_text().split()
     return int(status[status.index("VmHWM:") + 1]) / 1024
 
+def share():  # Linux divides a page that several processes map among them
+    rollup = Path("/proc/self/smaps_rollup").read_text().split()
+    return int(rollup[rollup.index("Pss:") + 1]) / 1024
+
+shares, over = [0.0], threading.Event()
+
+def look():
+    while not over.wait(0.005):
+        shares.append(share())
+
 nn.Linear(64, 64)(torch.ones(1, 64)).sum().backward()
-start = peak()
+dist.barrier()
+start, start_share = peak(), share()
+looking = threading.Thread(target=look)
+looking.start()
 with torch.device("meta"):
     model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(24)])
 for block in model:
@@ -197,15 +210,17 @@ for _ in range(3):
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-print(json.dumps([inference, peak() - start]))
+over.set()
+looking.join()
+print(json.dumps([inference, peak() - start, max(shares) - start_share]))
 """
 
 
-def _run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def _start(program: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-c", program, *arguments],
-        check=False,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         env={
             **os.environ,
@@ -215,22 +230,40 @@ def _run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def _measured(folder: Path, side: str, *, ranks: int = 1) -> list[list[float]]:
+    """What each rank prints: MiB in inference and in training, and its share in training."""
+    started = [_start(_PROGRAM, str(folder), side, str(rank), str(ranks)) for rank in range(ranks)]
+    found = []
+    for each in started:
+        out, errors = each.communicate()
+        assert each.returncode == 0, errors
+        found.append(json.loads(out))
+    return found
+
+
 @pytest.mark.matrix
 def test_the_peak_of_a_process_does_not_contain_the_parameters(tmp_path: Path) -> None:
     """96 MiB of parameters, of which 8 stay in memory, and gradients of 96 MiB, or 8 with them."""
     folder = tmp_path / "files"
     folder.mkdir()
-    found = {}
-    for side in ("files", "memory", "gradients"):
-        ended = _run(_PROGRAM, str(folder), side)
-        assert ended.returncode == 0, ended.stderr
-        found[side] = json.loads(ended.stdout)
-    inference, training = found["files"]
-    inference_in_memory, training_in_memory = found["memory"]
+    found = {side: _measured(folder, side)[0] for side in ("files", "memory", "gradients")}
+    inference, training, _ = found["files"]
+    inference_in_memory, training_in_memory, _ = found["memory"]
     assert inference < 64 < 96 <= inference_in_memory
     assert training < training_in_memory - 48
     assert found["gradients"][1] < training - 48
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.matrix
+def test_the_share_of_two_ranks_is_at_most_shards_three_groups_and_64_mib(tmp_path: Path) -> None:
+    """A rank has shards of 48 MiB, and gradients as large; the largest group has 4 MiB."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for _, _, share in _measured(folder, "gradients", ranks=2):
+        assert 16 < share <= 48 + 3 * 4 + 64
+    for _, _, share in _measured(folder, "memory", ranks=2):
+        assert share > 96  # shards and gradients in memory: what the bound is about
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -333,8 +366,9 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
         "assert os.listdir(sys.argv[1]) == []\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    ended = _run(program, str(tmp_path))
-    assert ended.returncode == -9, ended.stderr
+    ended = _start(program, str(tmp_path))
+    _, errors = ended.communicate()
+    assert ended.returncode == -9, errors
     assert list(tmp_path.iterdir()) == []
 
 

@@ -163,8 +163,8 @@ def table_of_state_files(result: dict[str, Any]) -> str:
         "",
         "| model | state | after backward, ms | waits for the disk, ms | whole step, ms "
         "| I/O of all ranks at that rate, ms | peak, MiB | of that shared, MiB "
-        "| anonymous alone, MiB | pages of files alone, MiB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| anonymous alone, MiB | pages of files alone, MiB | peak share (PSS), MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     bars = []
     for model, sides in result["models"].items():
@@ -174,7 +174,7 @@ def table_of_state_files(result: dict[str, Any]) -> str:
                 f"| {model} | {side} | {each['optimizer_ms']:.1f} | {each['wait_ms']:.1f} "
                 f"| {each['step_ms']:.1f} | {io} | {each['peak_mib']:.0f} "
                 f"| {each['shared_mib']:.0f} | {each['anonymous_mib']:.0f} "
-                f"| {each['mapped_mib']:.0f} |"
+                f"| {each['mapped_mib']:.0f} | {each['share_mib']:.0f} |"
             )
         bars += _bars(model, sides, disk)
     return "\n".join([*rows, "", _SIDES_EXPLAINED, "", *bars, ""])
@@ -184,7 +184,8 @@ _SIDES_EXPLAINED = (
     "none: no optimizer; memory: state in memory; beside: `OverlappedStep`, state in memory; "
     "files: `OffloadedOptimizer` with a `FileTier`; all: also `FileOffloadPolicy` with "
     "`gradients=True`, whose reads and writes are not held to a rate. Pages of files are those of "
-    "libraries, too, and the last two columns have a peak each."
+    "libraries, too, and the last three columns have a peak each. A share counts a page that "
+    "several ranks map in equal parts on each."
 )
 
 
@@ -205,11 +206,14 @@ def _bars(model: str, sides: dict[str, dict[str, float]], disk: float) -> list[s
         f"and {to_none:.2f} times forward and backward alone"
     )
     allowed = files["shards_mib"] + 3 * files["group_mib"] + _MORE
-    lines.append(
-        f"- {model}: the peak with state in files is {files['peak_mib']:.0f} MiB, "
-        f"{files['peak_mib'] - sides['none']['peak_mib']:.0f} MiB more than without an optimizer; "
-        f"shards of parameters, three of the largest group and {_MORE} MiB are {allowed:.0f} MiB"
-    )
+    for side, what in (("files", "state"), ("all", "parameters, gradients and state")):
+        each, none = sides[side], sides["none"]
+        lines.append(
+            f"- {model}: the peak with {what} in files is {each['peak_mib']:.0f} MiB, and as a "
+            f"share {each['share_mib']:.0f} MiB: {each['peak_mib'] - none['peak_mib']:+.0f} and "
+            f"{each['share_mib'] - none['share_mib']:+.0f} MiB against a run without an optimizer; "
+            f"shards of parameters, three largest groups and {_MORE} MiB are {allowed:.0f} MiB"
+        )
     return lines
 
 
@@ -264,6 +268,7 @@ def _run_rank(rank: int, asked: StateFiles, model: str, side: str, results: str)
         "shared_mib": _resident("RssShmem") / _MIB,
         "anonymous_mib": kinds.above_start["RssAnon"] / _MIB,
         "mapped_mib": kinds.above_start["RssFile"] / _MIB,
+        "share_mib": kinds.above_start["Pss"] / _MIB,
         "shards_mib": sum(_nbytes(param) for param in net.parameters()) / _MIB,
         "group_mib": max(group_bytes) / _MIB,
     }
@@ -295,7 +300,7 @@ class _Peaks:
 
     def __init__(self) -> None:
         """Note how much there is at the start."""
-        self.above_start = {"RssAnon": 0, "RssFile": 0}
+        self.above_start = {"RssAnon": 0, "RssFile": 0, "Pss": 0}
         self._start = {kind: _resident(kind) for kind in self.above_start}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
@@ -370,6 +375,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def _resident(name: str) -> int:
     """Return a size of this process, in bytes, as Linux counts it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    source = "smaps_rollup" if name == "Pss" else "status"
+    lines = Path("/proc/self", source).read_text().splitlines()
     found = next(line for line in lines if line.startswith(f"{name}:"))
     return 1024 * int(found.split()[1])
