@@ -170,6 +170,17 @@ def test_a_gradient_is_stored_before_backward_ends(tmp_path: Path) -> None:
 
 
 @distributed(2)
+def test_a_small_gradient_in_memory_does_not_keep_the_memory_of_its_group(tmp_path: Path) -> None:
+    sizes = sorted(part(param).nbytes for param in apart(build()).parameters())
+    policy = in_file(tmp_path, min_bytes=sizes[len(sizes) // 2])
+    model = apart(build(), offload_policy=policy)
+    model(batch()).square().mean().backward()
+    small = [each for each in gradients_of(model) if policy._file.find(each) is None]
+    assert 0 < len(small) < len(sizes)
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in small)
+
+
+@distributed(2)
 def test_a_backward_that_raises_leaves_gradients_and_no_space_in_use(tmp_path: Path) -> None:
     policy = in_file(tmp_path)
     model = apart(build(), offload_policy=policy)

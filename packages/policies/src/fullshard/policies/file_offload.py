@@ -159,9 +159,16 @@ class FileOffloadPolicy(OffloadPolicy):
         return torch.zeros_like(shard, device=device)
 
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return ``gradient`` on the CPU, with ``gradients=True`` as ``store`` returns a shard."""
+        """Return ``gradient`` on the CPU, with ``gradients=True`` as ``store`` returns a shard.
+
+        A gradient that stays in memory is copied: it shares the memory of its whole group.
+        """
         gradient = _HOST.stage_out(gradient)
-        return self._stored(gradient, "gradient") if self.gradients else gradient
+        if not self.gradients:
+            return gradient
+        stored = self._stored(gradient, "gradient")
+        shared = stored is gradient and stored.untyped_storage().nbytes() > stored.nbytes
+        return stored.clone() if shared else stored
 
     def read_in(self, gradient: torch.Tensor) -> bool:
         """Read the pages of a gradient, and return whether that was possible."""
