@@ -1,8 +1,7 @@
 """The state of all groups under one root: streams, the record of a step, the present backward.
 
 Owns the beginning and the end of the root's forward and of a backward. Decides nothing about a
-single group: the module informs a group about the end of a phase, and the group's leases do the
-rest.
+single group: the module informs a group about the end of a phase.
 
 [Note: autocast] ``torch.autocast`` casts a weight once in a region, and later forwards use the same
 cast. In the backward of a later forward, autograd runs the node of that cast last: after the
@@ -39,17 +38,13 @@ from fullshard.comm.spi import (
 from fullshard.sharding.base.compat import current_graph_task, functorch_is_active, untraced
 from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.groups.param_group import FSDPParamGroup
+from fullshard.sharding.hooks import offload_errors
 from fullshard.sharding.hooks.compat import (
     calling_frame,
     is_running,
     queue_end_of_backward,
     refuse_compiled_autograd,
     runs_split_backward,
-)
-from fullshard.sharding.hooks.offload_errors import (
-    may_fail,
-    raise_errors_of_ranks,
-    raise_lost_gradients,
 )
 from fullshard.sharding.hooks.schedule import (
     Order,
@@ -76,8 +71,7 @@ class RootContext:
         steps: backwards that ended.
         post_optim_event: what the next forward's gathers wait for, instead of the current stream.
         is_last_backward: whether the end of the next backward waits for reductions.
-        finalizes_by_hand: whether only ``finalize_backward`` finishes groups, not the end of a
-            backward.
+        finalizes_by_hand: whether only ``finalize_backward`` finishes groups.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,7 +94,7 @@ class RootContext:
         """Take over ``states``, the root's first."""
         self.states = tuple(states)
         self.groups = tuple(dict.fromkeys(group for state in states for group in state.groups))
-        self._fallible = tuple(filter(may_fail, self.groups))
+        self._fallible = tuple(filter(offload_errors.may_fail, self.groups))
         for group in self.groups:
             group.share(self.shared)
             group.generation.replacements += 1  # lists of the groups of a root are made again
@@ -198,7 +192,7 @@ class RootContext:
         if not torch.is_grad_enabled():  # else backward follows
             release_frames()
             if self._fallible and not raised:
-                raise_errors_of_ranks(self._fallible, self.shared.queue)
+                offload_errors.raise_errors_of_ranks(self._fallible, self.shared.queue)
         if raised:
             leave_collectives(sys.exception())
 
@@ -305,7 +299,7 @@ class RootContext:
         keep_copies_within_step(self.groups, is_last=is_last)
         self.schedule.buckets.launch_waiting()
         if self._fallible:
-            raise_errors_of_ranks(self._fallible, self.shared.queue)
+            offload_errors.raise_errors_of_ranks(self._fallible, self.shared.queue)
         if not error:
             self.shared.queue.seal()
         if is_last:
@@ -320,7 +314,9 @@ class RootContext:
         """
         try:
             params = [param for group in self._fallible for param in group.params]
-            self.shared.queue.commit(partial(raise_lost_gradients, params) if params else None)
+            self.shared.queue.commit(
+                partial(offload_errors.raise_lost_gradients, params) if params else None
+            )
         finally:
             self.shared.streams.collect_all()
             release_frames()
