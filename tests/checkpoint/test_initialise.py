@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,15 +14,16 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from checkpoint.layouts import SECOND_CUTS
 from fullshard.checkpoint import initialise
 from fullshard.sharding import fully_shard, unsharded
-from support import tp_model
 from support.live_memory import LiveMemory
 from support.modules import Held
 from support.ranks import cpu_mesh, distributed
 from support.surface.model import Net, batch, build
-from support.surface.ranks import assert_equal_state, everyone, full_parameters
-from support.surface.wrappings import WRAPPINGS, Wrapped, hybrid, tied
+from support.surface.ranks import assert_equal_state, everyone
+from support.surface.ranks import full_parameters as values
+from support.surface.wrappings import WRAPPINGS, Wrapped, hybrid
 
 SEED = 3
 
@@ -30,8 +33,10 @@ def draw(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
     nn.init.normal_(tensor, std=0.02 if tensor.ndim > 1 else 1.0, generator=generator)
 
 
-def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return full_parameters(model)
+def noting(seen: list[str], name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """The same, with the names."""
+    seen.append(name)
+    draw(name, tensor, generator)
 
 
 def expected(model: Any) -> dict[str, torch.Tensor]:
@@ -61,42 +66,26 @@ def test_a_model_from_the_meta_device_gets_them(wrapping: str) -> None:
     assert_equal_state(values(net), expected(build()))
 
 
-@pytest.mark.parametrize("hidden", [8, 7])
+@pytest.mark.parametrize("layout", SECOND_CUTS)
 @distributed(4)
-def test_tensor_parallel_parameters_get_them(hidden: int) -> None:
-    mesh = cpu_mesh((2, 2), ("dp", "tp"))
-    model = tp_model.parallelize(tp_model.build(hidden), mesh["tp"])
-    tp_model.shard(model, fully_shard, mesh=mesh["dp"])
-    initialise(model, draw, SEED)
-    assert_equal_state(values(model), expected(tp_model.build(hidden)))
-
-
-def experts() -> Any:
-    """Stacked weights of experts, and a router."""
-    router = {"router.weight": torch.zeros(4, 6), "router.bias": torch.zeros(4)}
-    return Held({"weights": torch.zeros(4, 6, 5), **router})
-
-
-@distributed(4)
-def test_experts_on_a_mesh_of_their_own_get_them() -> None:
-    mesh = cpu_mesh((2, 2), ("dp", "ep"))
-    model = experts()
-    parts = distribute_tensor(model.weights.detach(), mesh["ep"], [Shard(0)])
-    model.weights = nn.Parameter(parts)
-    fully_shard(
-        model, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1) if p.ndim > 2 else None
-    )
-    initialise(model, draw, SEED)
-    assert_equal_state(values(model), expected(experts()))
+def test_parameters_that_are_cut_twice_tied_or_not_sharded_get_them(layout: str) -> None:
+    model, whole = SECOND_CUTS[layout]()
+    seen: list[str] = []
+    initialise(model, partial(noting, seen), SEED)
+    assert seen == list(whole)
+    found = dict(zip(seen, values(model).values(), strict=True))
+    assert_equal_state(found, expected(Held(whole)))
 
 
 @distributed(2)
 def test_experts_of_another_library_that_nobody_shards_get_them() -> None:
-    model = experts()
-    model.weights = nn.Parameter(distribute_tensor(model.weights.detach(), cpu_mesh(), [Shard(0)]))
+    stacked = torch.zeros(4, 6, 5)
+    model = Held({"weights": stacked, "router.weight": torch.zeros(4, 6)})
+    plain = expected(copy.deepcopy(model))
+    model.weights = nn.Parameter(distribute_tensor(stacked, cpu_mesh(), [Shard(0)]))
     fully_shard(model, ignored_params={model.weights})
     initialise(model, draw, SEED)
-    assert_equal_state(values(model), expected(experts()))
+    assert_equal_state(values(model), plain)
 
 
 def _checkpointed(net: Any) -> Any:
@@ -116,30 +105,10 @@ def _compiled(net: Any) -> Any:
 def test_what_wrappers_put_into_names_changes_no_value(wrap: Callable[[Any], Any]) -> None:
     net = fully_shard(wrap(build(1)))
     seen: list[str] = []
-
-    def noting(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        seen.append(name)
-        draw(name, tensor, generator)
-
-    initialise(net, noting, SEED)
+    initialise(net, partial(noting, seen), SEED)
     plain = expected(build(2))
     assert seen == list(plain)
     assert_equal_state(dict(zip(seen, values(net).values(), strict=True)), plain)
-
-
-@distributed(2)
-def test_a_tied_parameter_is_drawn_once_by_its_first_name_and_one_number_on_every_rank() -> None:
-    model = fully_shard(tied())
-    seen: list[str] = []
-
-    def noting(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        seen.append(name)
-        draw(name, tensor, generator)
-
-    initialise(model, noting, SEED)
-    assert seen == ["factor", "one.weight", "one.bias", "two.bias"]
-    assert len(list(model.parameters())) == len(seen)
-    assert_equal_state(values(model), expected(tied()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])

@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from checkpoint.layouts import Full, Taken, tensor_parallel
 from fullshard.checkpoint import (
     LinkError,
     Rule,
@@ -28,7 +29,6 @@ from fullshard.checkpoint import (
 )
 from fullshard.checkpoint.engines import links, slice_sender
 from fullshard.sharding import RankMismatchError, fully_shard, unsharded
-from support import tp_model
 from support.engine.client import (
     LoopbackClient,
     connected,
@@ -41,8 +41,6 @@ from support.engine.workers import work
 from support.ranks import cpu_mesh, distributed, new_group
 from support.surface.ranks import assert_equal_state, everyone, full_parameters
 from support.surface.wrappings import adamw
-
-Full = dict[str, torch.Tensor]
 
 
 def train(net: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -245,21 +243,13 @@ def exchanged(sender: SliceSender, consumers: int) -> tuple[list[Full], torch.Te
     return found, sums
 
 
-def _tensor_parallel() -> tuple[Any, Full]:
-    mesh = cpu_mesh((2, 2), ("dp", "tp"))
-    model = tp_model.parallelize(tp_model.build(7), mesh["tp"])
-    return tp_model.shard(model, fully_shard, mesh=mesh["dp"]), dict(
-        tp_model.build(7).named_parameters()
-    )
-
-
 def _hybrid() -> tuple[Any, Full]:
     mesh = cpu_mesh((2, 2), ("replicas", "shards"))
     return trainer(build(), mesh), dict(build().named_parameters())
 
 
 LAYOUTS: dict[str, Callable[[], tuple[Any, Full]]] = {
-    "tensor parallel": _tensor_parallel,
+    "tensor parallel": partial(tensor_parallel, 7),
     "hybrid": _hybrid,
     "whole": lambda: (build(), dict(build().named_parameters())),
 }
@@ -321,29 +311,13 @@ def test_slices_of_renamed_tensors_are_cut_from_what_they_are_made_of() -> None:
     assert sums.tolist() == [nbytes(expected)]
 
 
-class _Memory:
-    """Counts what a transfer takes, and the largest piece of it."""
-
-    def __init__(self) -> None:
-        self.peak = self.largest = 0
-        self._alive: list[tuple[StorageWeakRef, int]] = []
-
-    def __call__(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        taken = torch.empty(shape, dtype=dtype)
-        self._alive = [each for each in self._alive if not each[0].expired()]
-        self._alive.append((StorageWeakRef(taken.untyped_storage()), taken.nbytes))
-        self.largest = max(self.largest, taken.nbytes)
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive))
-        return taken
-
-
 @distributed(2)
 def test_no_rank_has_a_whole_tensor_and_memory_is_shards_and_a_message_for_each_consumer() -> None:
     count, whole = 12, 64 * 64 * 4
     model = fully_shard(nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(count)]))
     names = [name for name, _ in model.named_parameters()]
     wanted = [{name: Slice(1, 32 * at, 32 * at + 32) for name in names} for at in range(2)]
-    memory = _Memory()
+    memory = Taken()
     with patch.object(slice_sender, "memory", memory):
         _, sums = exchanged(SliceSender(model, wanted, bucket_bytes=1), 2)
     assert memory.largest <= whole // 2  # a shard

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial
 
+from checkpoint.layouts import LAYOUTS, Full, plain, tensor_parallel
 from fullshard.checkpoint import Rule, WeightsError, weight_source
 from fullshard.checkpoint.engines import metadata
 from fullshard.sharding import RankMismatchError, ShardingPlacements, fully_shard, unsharded
-from support import tp_model
 from support.modules import in_turn
 from support.ranks import cpu_mesh, distributed, new_group
 from support.surface.model import build, sharded, train
 from support.surface.ranks import assert_equal_state, everyone, full_parameters
-from support.surface.wrappings import WRAPPINGS, Wrapped, adamw, hybrid, tied
-
-Full = dict[str, torch.Tensor]
-
-
-def plain(model: nn.Module) -> Full:
-    """The definition: the unsharded model's parameters."""
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+from support.surface.wrappings import adamw
 
 
 def piece(full: torch.Tensor, meta: Any, rank: int) -> torch.Tensor:
@@ -48,47 +40,14 @@ def piece(full: torch.Tensor, meta: Any, rank: int) -> torch.Tensor:
     return full
 
 
-def _tensor_parallel() -> tuple[Any, Full]:
-    mesh = cpu_mesh((2, 2), ("dp", "tp"))
-    model = tp_model.parallelize(tp_model.build(7), mesh["tp"])
-    return tp_model.shard(model, fully_shard, mesh=mesh["dp"]), plain(tp_model.build(7))
-
-
-def _experts() -> tuple[Any, Full]:
-    mesh = cpu_mesh((2, 2), ("dp", "ep"))
-    torch.manual_seed(0)
-    model = nn.Linear(4, 6)
-    model.experts = nn.Parameter(torch.randn(4, 6, 5))
-    model.own = nn.Parameter(torch.randn(3), requires_grad=False)
-    expected = plain(model)
-    parts = distribute_tensor(model.experts.detach(), mesh["ep"], [Shard(0)])
-    model.experts = nn.Parameter(parts)
-    return fully_shard(model, mesh=mesh["dp"], ignored_params={model.own}), expected
-
-
 def _placed(**placements: Any) -> tuple[Any, Full]:
     mesh = cpu_mesh((2, 2), ("outer", "inner"))
     chosen = ShardingPlacements(**placements)
     return sharded(build(), mesh=mesh, placements=chosen), plain(build())
 
 
-def _tied() -> tuple[Any, Full]:
-    torch.manual_seed(0)
-    whole = tied()
-    expected = plain(whole)
-    return fully_shard(Wrapped(whole)), expected
-
-
-def _wrapped(way: Callable[[Any], Any]) -> tuple[Any, Full]:
-    return way(build()), plain(build())
-
-
 MODELS: dict[str, Callable[[], tuple[Any, Full]]] = {
-    **{name: partial(_wrapped, way) for name, way in WRAPPINGS.items()},
-    "hybrid": lambda: (hybrid(build()), plain(build())),
-    "tensor parallel": _tensor_parallel,
-    "experts": _experts,
-    "tied": _tied,
+    **LAYOUTS,
     "ZeRO-1": lambda: _placed(compute=(), gradients=()),
     "hpZ": lambda: _placed(compute="inner"),
     "MiCS": lambda: _placed(optimizer="inner"),
@@ -119,7 +78,7 @@ def test_metadata_are_the_same_on_all_ranks_and_both_iterations_give_what_they_s
 
 @distributed(4)
 def test_what_tensor_parallelism_leaves_alone_is_copied_along_its_axis() -> None:
-    model, _ = _tensor_parallel()
+    model, _ = tensor_parallel(7)
     metas = {meta.name: meta for meta in weight_source(model).metadata}
     norm, head = metas["blocks.0.norm.weight"], metas["head.weight"]
     assert head.owners == (0, 1, 2, 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,21 +18,21 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.functional import cross_entropy, gelu, mse_loss
-from torch.utils.checkpoint import checkpoint
 
 from fullshard.preflight import Verdict, verify
-from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard
+from fullshard.sharding import FSDPModule
 from support.modules import Stack
 from support.products import few
 from support.ranks import distributed
+from support.verification.correct import Clipped, shard
 
 WIDTH = 8
 
 
 class Block(nn.Module):
-    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm, dropout: float = 0) -> None:
+    def __init__(self, dropout: float = 0) -> None:
         super().__init__()
-        self.norm = norm(WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
         self.drop = nn.Dropout(dropout)
@@ -49,31 +48,6 @@ class Net(Stack):
         super().__init__(blocks, head=nn.Linear(WIDTH, WIDTH))
 
 
-class Told(Net):
-    """Takes keywords, and returns a dict with the loss in it."""
-
-    def forward(self, x: torch.Tensor, target: Any = None, scale: float = 1.0) -> Any:
-        out = super().forward(x)
-        return {"outputs": (out, [x]), "loss": scale * mse_loss(out, target)}
-
-
-class Recomputed(Net):
-    def forward(self, x: torch.Tensor) -> Any:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(x)
-
-
-class TiedEnds(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tail = nn.Linear(WIDTH, WIDTH)
-        self.tail.weight = self.head.weight
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.tail(super().forward(x))
-
-
 class Words(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -81,12 +55,6 @@ class Words(Net):
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(self.embed(x))
-
-
-def shard(model: Any, **options: Any) -> None:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
 
 
 def batch(step: int, rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,62 +76,6 @@ def verdict_of(layers: bool, **changes: Any) -> Verdict:
     return verify(**{**program, "layers": layers, **changes})
 
 
-def _evaluated(model: Any, given: Any) -> torch.Tensor:
-    return loss(model.eval(), given)
-
-
-def _grouped(params: Any) -> torch.optim.Optimizer:
-    groups: dict[bool, list[Any]] = {True: [], False: []}
-    for param in params:
-        groups[param.dim() > 1].append(param)
-    decayed: dict[str, Any] = {"params": groups[True], "weight_decay": 0.1}
-    return torch.optim.AdamW([decayed, {"params": groups[False]}], lr=1e-3)
-
-
-def _halved(step: int) -> Any:
-    return tuple(each.bfloat16() for each in batch(step))
-
-
-PROGRAMS: dict[str, dict[str, Any]] = {
-    "dicts and keywords": {
-        "build_model": Told,
-        "batch": lambda step: dict(zip("xy", batch(step), strict=True)),
-        "loss": lambda model, given: model(given["x"], target=given["y"], scale=2.0)["loss"],
-    },
-    "checkpoints with dropout": {
-        "build_model": lambda: Recomputed(dropout=0.2),
-        "aligned_seeds": True,
-    },
-    "tied weights": {"build_model": TiedEnds},
-    "batch statistics in eval mode": {
-        "build_model": lambda: Net(norm=nn.BatchNorm1d),
-        "loss": _evaluated,
-    },
-    "parameters in 16 bits": {"build_model": lambda: Net().bfloat16(), "batch": _halved},
-    "one step": {"steps": 1},
-    "groups of parameters": {"optimizer": _grouped},
-}
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("layers", [False, True])
-@pytest.mark.parametrize(
-    "name",
-    few(
-        PROGRAMS,
-        "dicts and keywords",
-        "checkpoints with dropout",
-        "tied weights",
-        "parameters in 16 bits",
-        "groups of parameters",
-    ),
-)
-@distributed(2)
-def test_a_program_raises_no_alarm_with(name: str, layers: bool) -> None:
-    verdict = verdict_of(layers, **PROGRAMS[name])
-    assert verdict.equal, str(verdict)
-
-
 @pytest.mark.parametrize("layers", [False, True])
 @distributed(1)
 def test_one_rank_is_enough(layers: bool) -> None:
@@ -172,18 +84,10 @@ def test_one_rank_is_enough(layers: bool) -> None:
     assert verdict.largest is not None
 
 
-class Clipping(torch.optim.AdamW):
-    """Clips by the norm of all gradients before each step."""
-
-    def step(self, closure: Any = None) -> Any:
-        clip_grad_norm_([each for group in self.param_groups for each in group["params"]], 0.01)
-        return super().step(closure)
-
-
 @distributed(2)
 def test_an_optimizer_that_looks_at_all_gradients_is_compared_as_a_whole_and_not_by_layer() -> None:
     def clipping(params: Any) -> torch.optim.Optimizer:
-        return Clipping(list(params), lr=1e-3)
+        return Clipped(list(params), lr=1e-3)
 
     verdict = verdict_of(False, optimizer=clipping)
     assert verdict.equal, str(verdict)

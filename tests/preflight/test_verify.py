@@ -18,7 +18,7 @@ from fullshard.policies import MixedPrecisionPolicy
 from fullshard.preflight import Verdict, verify
 from fullshard.preflight.compat import default_store
 from fullshard.preflight.verification import agree, room
-from fullshard.sharding import FSDPModule, fully_shard
+from fullshard.sharding import fully_shard
 from support.parity.models import CASES, Case
 from support.parity.models import build as build_case
 from support.parity.reference import my_rows, rows_of
@@ -99,13 +99,6 @@ def test_torchs_own_is_verified_alike() -> None:
     assert verdict_of(shard=shard_by_torch).equal
     verdict = verdict_of(shard=shard_by_torch, **DROPOUT.program)
     assert [cause.name for cause in verdict.causes] == list(DROPOUT.causes)
-
-
-@distributed(2)
-def test_a_wrapper_that_shard_returns_is_trained() -> None:
-    from fullshard.wrappers.fsdp1 import FullyShardedDataParallel
-
-    assert verdict_of(shard=lambda model: FullyShardedDataParallel(model)).equal
 
 
 @distributed(2)
@@ -299,22 +292,6 @@ def test_an_error_that_only_repeats_the_error_of_another_rank_is_not_the_cause()
     assert (
         str(caught.value) == ["rank 1 stopped the verification: OSError: no luck", "no luck"][rank]
     )
-
-
-@distributed(2)
-def test_micro_batches_whose_gradients_the_loss_adds_up_itself_raise_no_alarm() -> None:
-    def accumulated(model: Any, given: Any) -> torch.Tensor:
-        is_sharded = isinstance(model, FSDPModule)
-        if is_sharded:
-            model.set_requires_gradient_sync(False)
-        (0.5 * loss(model, (given[0][:2], given[1][:2]))).backward()
-        if is_sharded:
-            model.set_requires_gradient_sync(True)
-        return 0.5 * loss(model, (given[0][2:], given[1][2:]))
-
-    for layers in (False, True):
-        verdict = verdict_of(loss=accumulated, layers=layers)
-        assert verdict.equal, str(verdict)
 
 
 @distributed(2)

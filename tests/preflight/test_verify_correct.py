@@ -16,6 +16,11 @@ _FIRST = [
     "accumulation inside the loss",
     "hybrid",
     "FSDP1",
+    "dicts and keywords",
+    "checkpoints with dropout",
+    "tied weights",
+    "parameters in bfloat16",
+    "groups of parameters",
     "bfloat16",
     "Muon",
 ]

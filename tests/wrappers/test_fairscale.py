@@ -548,21 +548,6 @@ def test_reset_parameters_passes_if_it_is_allowed() -> None:
         FullyShardedDataParallel(nn.Linear(4, 4)).reset_parameters()
 
 
-@distributed(2, 4, matrix=[4])
-def test_the_bucketer_is_called_as_fairscales() -> None:
-    bucketer = fairscale.ReduceScatterBucketer(bucket_cap_mb=25)
-    found: list[torch.Tensor] = []
-    world, ranks = dist.group.WORLD, dist.get_world_size()
-    assert world is not None
-    inputs = [torch.full((2, 3), float(rank)) for rank in range(ranks)]
-    bucketer.reduce_scatter_async(inputs, world, callback_fn=found.append)
-    with pytest.raises(RuntimeError, match=r"call flush\(\) first"):
-        bucketer.teardown()
-    bucketer.flush()
-    bucketer.teardown()
-    assert torch.equal(found[0], torch.full((2, 3), float(ranks * dist.get_rank())))
-
-
 # -- the equivalent calls -------------------------------------------------------------------------
 
 

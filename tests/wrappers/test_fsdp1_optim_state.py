@@ -1,11 +1,10 @@
-"""Optimizer state by FSDP1's static methods: between ways to wrap, worlds, groups and names."""
+"""FSDP1's static methods of optimizer state: the functions of ``fullshard.checkpoint``."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 
+from fullshard import checkpoint
 from fullshard.wrappers.fsdp1 import FullyShardedDataParallel, OptimStateKeyType
 from support.fsdp1_fronts import (
     OURS,
@@ -24,20 +24,19 @@ from support.fsdp1_fronts import (
     quiet,
     rows,
     train,
-    unsharded_steps,
 )
-from support.named_optimizer import NamedAdamW
 from support.parity.compare import full
 from support.products import few
 from support.ranks import distributed
-from support.surface.model import Net, build, sharded
-from support.surface.ranks import full_parameters
-
-STEPS = 2
+from support.surface.model import build
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.05, eps=0.05)
+
+
+def _train(model: Any, optim: torch.optim.Optimizer) -> None:
+    train(model, 2, optimizer=lambda _: optim)
 
 
 def _two_groups(model: Any) -> list[dict[str, Any]]:
@@ -47,84 +46,11 @@ def _two_groups(model: Any) -> list[dict[str, Any]]:
     return [{"params": vectors, "weight_decay": 0.0}, {"params": matrices, "lr": 0.02}]
 
 
-WAYS: dict[str, Callable[[nn.Module], Any]] = {
-    "blocks": lambda net: OURS.wrapped(net),
-    "the root alone": lambda net: OURS.wrapped(net, auto_wrap_policy=None),
-    "layers": lambda net: OURS.wrapped(
-        net, auto_wrap_policy=OURS.wrap.ModuleWrapPolicy({nn.Linear})
-    ),
-    "replicas": lambda net: OURS.wrapped(net, sharding_strategy="NO_SHARD"),
-    "fully_shard": lambda net: sharded(cast(Net, net)),
-    "unwrapped": lambda net: net,
-}
-
-
-def _trained(way: str, model: Any, optim: torch.optim.Optimizer) -> tuple[list[Any], Any]:
-    """Losses and whole parameters after some more steps."""
-    if way == "unwrapped":
-        return unsharded_steps(model, STEPS, optimizer=lambda net: optim)
-    losses = train(model, STEPS, optimizer=lambda net: optim)
-    return losses, full_parameters(model)
-
-
-def _definition(groups: Callable[[Any], Any]) -> tuple[list[Any], Any]:
-    """What follows on the same number of steps, unsharded and never saved."""
-    net = build()
-    optim = adamw(groups(net))
-    _trained("unwrapped", net, optim)
-    return _trained("unwrapped", net, optim)
-
-
-def _weights(way: str, model: Any) -> dict[str, torch.Tensor]:
-    return full_parameters(model) if way == "fully_shard" else dict(model.state_dict())
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("keys", OptimStateKeyType)
-@pytest.mark.parametrize(
-    "target", few([way for way in WAYS if way != "blocks"], "the root alone", "fully_shard")
-)
-@distributed(2, 4, matrix=[4])
-def test_it_travels_from_one_wrapping_into_another_and_back(
-    target: str, keys: OptimStateKeyType
-) -> None:
-    kind = FullyShardedDataParallel
-    model = WAYS["blocks"](build())
-    optim = adamw(_two_groups(model))
-    _trained("blocks", model, optim)
-    for way, before in ((target, "blocks"), ("blocks", target)):
-        state = kind.full_optim_state_dict(model, optim, rank0_only=False)
-        if keys is OptimStateKeyType.PARAM_ID:
-            state = kind.rekey_optim_state_dict(state, keys, model, optim=optim)
-        weights = _weights(before, model)
-        model = WAYS[way](build(7))
-        model.load_state_dict(weights, strict=False)  # full_parameters() has no buffers
-        optim = adamw(_two_groups(model))
-        if keys is OptimStateKeyType.PARAM_ID:
-            loadable = kind.shard_full_optim_state_dict(state, model, optim=optim)
-        else:
-            loadable = kind.optim_state_dict_to_load(model, optim, state)
-        optim.load_state_dict(copy.deepcopy(loadable))
-    close(_trained("blocks", model, optim), _definition(_two_groups))
-
-
-@pytest.mark.parametrize(
-    "target", few([way for way in WAYS if way != "blocks"], "fully_shard", "replicas")
-)
-@distributed(2, 4, matrix=[4])
-def test_what_was_loaded_elsewhere_trains_on(target: str) -> None:
-    kind = FullyShardedDataParallel
-    model = WAYS["blocks"](build())
-    optim = adamw(_two_groups(model))
-    _trained("blocks", model, optim)
-    state = kind.full_optim_state_dict(model, optim)
-    assert bool(state) is (dist.get_rank() == 0)
-    other = WAYS[target](build(7))
-    other.load_state_dict(model.state_dict())
-    fresh = adamw(_two_groups(other))
-    given = state if dist.get_rank() == 0 else None
-    fresh.load_state_dict(kind.scatter_full_optim_state_dict(given, other, optim=fresh))
-    close(_trained(target, other, fresh), _definition(_two_groups))
+def test_the_methods_are_the_functions_of_the_checkpoint_package() -> None:
+    names = [name for name in checkpoint.__all__ if name.endswith(("state_dict", "dict_to_load"))]
+    assert len(names) == 8
+    for name in names:
+        assert getattr(FullyShardedDataParallel, name) is getattr(checkpoint, name)
 
 
 @distributed(2, 4, matrix=[4])
@@ -132,7 +58,7 @@ def test_parameters_may_be_given_instead_of_the_optimizer_and_the_group_by_name(
     kind, world = FullyShardedDataParallel, dist.group.WORLD
     model = OURS.wrapped()
     optim = adamw(_two_groups(model))
-    _trained("blocks", model, optim)
+    _train(model, optim)
     inputs = _two_groups(model)
     state = kind.full_optim_state_dict(model, optim, inputs, rank0_only=False, group=world)
     expected = kind.full_optim_state_dict(model, optim, rank0_only=False)
@@ -184,7 +110,7 @@ def test_nothing_that_a_user_passes_is_changed_nor_by_steps_after_it_was_loaded(
     model = OURS.wrapped()
     inputs = _two_groups(model)
     optim = adamw(inputs)
-    _trained("blocks", model, optim)
+    _train(model, optim)
     groups = _snapshot(inputs)
     parts = kind.sharded_optim_state_dict(model, optim)
     whole = kind.full_optim_state_dict(model, optim, inputs, rank0_only=False)
@@ -198,42 +124,11 @@ def test_nothing_that_a_user_passes_is_changed_nor_by_steps_after_it_was_loaded(
     ):
         again = adamw(_two_groups(model))
         again.load_state_dict(loadable)
-        _trained("blocks", model, again)
+        _train(model, again)
     kind.rekey_optim_state_dict(whole, OptimStateKeyType.PARAM_NAME, model, inputs)
     kind.optim_state_dict(model, optim, optim.state_dict())
     assert _snapshot(inputs) == _snapshot(optim.param_groups) == groups
     assert _snapshot([parts, whole]) == before
-
-
-@distributed(2, 4, matrix=[4])
-def test_a_named_optimizers_state_goes_by_its_names() -> None:
-    kind = FullyShardedDataParallel
-    model = OURS.wrapped()
-    optim = NamedAdamW(model)
-    _trained("blocks", model, optim)
-    state = kind.optim_state_dict(model, optim)
-    assert set(state["state"]) == {name for name, _ in build().named_parameters()}
-    other = OURS.wrapped(build(7), auto_wrap_policy=None)
-    other.load_state_dict(model.state_dict())
-    fresh = NamedAdamW(other)
-    loadable = kind.optim_state_dict_to_load(other, fresh, state, is_named_optimizer=True)
-    assert set(loadable["state"]) == {name for name, _ in other.named_parameters()}
-    fresh.load_state_dict(loadable)
-    equal(_trained("blocks", other, fresh), _trained("blocks", model, optim))
-
-
-@distributed(2, 4, matrix=[4])
-def test_it_may_be_loaded_directly() -> None:
-    kind = FullyShardedDataParallel
-    model = OURS.wrapped()
-    optim = adamw(model.parameters())
-    _trained("blocks", model, optim)
-    other = OURS.wrapped(build(7))
-    other.load_state_dict(model.state_dict())
-    fresh = adamw(other.parameters())
-    state = kind.optim_state_dict(model, optim)
-    kind.optim_state_dict_to_load(other, fresh, state, load_directly=True)
-    equal(_trained("blocks", other, fresh), _trained("blocks", model, optim))
 
 
 @pytest.mark.parametrize(
@@ -294,7 +189,7 @@ def test_what_torchs_reader_of_sharded_optimizer_state_gives_is_loaded(
 ) -> None:
     model = saver.wrapped()
     optim = adamw(model.parameters())
-    train(model, STEPS, optimizer=lambda _: optim)
+    _train(model, optim)
     with quiet():
         saver.module.set_state_dict_type(model, saver.StateDictType.SHARDED_STATE_DICT)
         saved = {"model": model.state_dict()}
@@ -309,7 +204,7 @@ def test_what_torchs_reader_of_sharded_optimizer_state_gives_is_loaded(
         read = load_sharded_optimizer_state_dict(other.state_dict(), "optimizer", reader)
         fresh.load_state_dict(kind.optim_state_dict_to_load(other, fresh, read["optimizer"]))
     for both, its in ((model, optim), (other, fresh)):
-        train(both, STEPS, optimizer=lambda _, its=its: its)  # type: ignore[misc]  # bound at once
+        _train(both, its)
     with quiet():
         saver.module.set_state_dict_type(model, saver.StateDictType.FULL_STATE_DICT)
         close(dict(other.state_dict()), dict(model.state_dict()))

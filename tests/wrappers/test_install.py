@@ -284,7 +284,7 @@ def test_a_program_that_sharded_nothing_is_told_so(
         assert (said in capsys.readouterr().err) == (kept is None)
 
 
-def test_so_does_a_script_with_its_folder_on_the_path(
+def test_so_does_a_script_with_its_folder_on_the_path_and_options_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "beside.py").write_text("from torch.distributed.fsdp import fully_shard")
@@ -294,7 +294,9 @@ def test_so_does_a_script_with_its_folder_on_the_path(
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     try:
-        COMMAND.main([str(tmp_path / "script.py"), "--lr", "1"])
+        COMMAND.main([str(tmp_path / "script.py"), "--help", "-m"])
     finally:
         uninstall()
-    assert capsys.readouterr().out == "__main__ ['--lr', '1'] fullshard.sharding.api.fully_shard\n"
+    assert (
+        capsys.readouterr().out == "__main__ ['--help', '-m'] fullshard.sharding.api.fully_shard\n"
+    )

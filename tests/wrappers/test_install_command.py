@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -122,18 +120,3 @@ def test_help_is_no_error_and_a_mistake_is_one(
     assert ended.value.code == code
     shown = capsys.readouterr()
     assert said in (shown.err if code else shown.out)
-
-
-def test_what_follows_the_program_is_the_programs_own(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import sys; print(sys.argv[1:])")
-    words = ["-m", "fullshard.wrappers.install", str(script), "--help", "-m", "--version"]
-    path = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, *words],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "['--help', '-m', '--version']"

@@ -51,10 +51,10 @@ def reductions(log: EventLog) -> list[int]:
 @distributed(2, 4, matrix=[4])
 def test_each_result_is_the_sum_of_this_ranks_parts(cap: float) -> None:
     shapes = [(3,), (2, 5), (), (40,), (1,), (0,), (7, 3), (300,), (4,)] * 2
-    bucketer, results, expected = ReduceScatterBucketer(cap), Results(), []
+    bucketer, results, expected = ReduceScatterBucketer(bucket_cap_mb=cap), Results(), []
     for number, shape in enumerate(shapes):
         parts, total = inputs(shape, number)
-        bucketer.reduce_scatter_async(parts, world(), results.of(number))
+        bucketer.reduce_scatter_async(parts, world(), callback_fn=results.of(number))
         for part in parts:
             part.fill_(float("nan"))  # they are the caller's again
         expected.append(total)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from fullshard.optim import AdamW8bit, Muon
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -125,6 +126,41 @@ def _repeated() -> Any:
     return Assembled(run, blocks=nn.ModuleList([_Attention()]), head=nn.Linear(WIDTH, WIDTH))
 
 
+class _Told(Stack):
+    """Takes keywords, and returns a dict with the loss in it."""
+
+    def forward(self, x: torch.Tensor, target: Any = None, scale: float = 1.0) -> Any:
+        """Shape: ``[rows, length, width]``, both tensors."""
+        out = super().forward(x)
+        return {"outputs": (out, [x]), "loss": scale * mse_loss(out, target)}
+
+
+class _Recomputed(Stack):
+    """Its blocks run again in backward."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Shape: ``[rows, length, width]``, in and out."""
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def _dropping() -> nn.Module:
+    return in_turn(up=nn.Linear(WIDTH, WIDTH), drop=nn.Dropout(0.2))
+
+
+def _tied() -> Any:
+    """Two layers with one weight, outside of the blocks."""
+    model: Any = Assembled(
+        lambda m, x: m.tail(m.head(m.blocks[0](x))),
+        blocks=nn.ModuleList([_Attention()]),
+        head=nn.Linear(WIDTH, WIDTH),
+        tail=nn.Linear(WIDTH, WIDTH),
+    )
+    model.tail.weight = model.head.weight
+    return model
+
+
 def _asking(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch that asks for more on the second rank."""
     inputs, targets = batch(step)
@@ -195,7 +231,7 @@ def _of(kind: Any, **options: Any) -> Callable[[Iterable[nn.Parameter]], torch.o
     return make
 
 
-class _Clipped(torch.optim.AdamW):
+class Clipped(torch.optim.AdamW):
     """Clips by the norm of all gradients before each step."""
 
     def step(self, closure: Any = None) -> Any:
@@ -284,6 +320,22 @@ CORRECT: dict[str, Correct] = {
     "dead units": Correct(program={"build_model": _dead, "optimizer": _ADAM}),
     "a bias before a norm": Correct(program={"build_model": _normed, "optimizer": _ADAM}),
     "a bias that softmax cancels": Correct(program={"build_model": _softmaxed, "optimizer": _ADAM}),
+    "dicts and keywords": Correct(
+        program={
+            "build_model": lambda: _Told([_Attention()], head=nn.Linear(WIDTH, WIDTH)),
+            "batch": lambda step: dict(zip("xy", batch(step), strict=True)),
+            "loss": lambda model, given: model(given["x"], target=given["y"], scale=2.0)["loss"],
+        }
+    ),
+    "checkpoints with dropout": Correct(
+        program={
+            "build_model": lambda: _Recomputed(
+                [_dropping(), _dropping()], head=nn.Linear(WIDTH, WIDTH)
+            ),
+            "aligned_seeds": True,
+        }
+    ),
+    "tied weights": Correct(program={"build_model": _tied}),
     "batch statistics in eval mode": Correct(
         program={"build_model": _statistics, "loss": _evaluated}
     ),
@@ -296,7 +348,7 @@ CORRECT: dict[str, Correct] = {
     "AdamW of 8 bits": Correct(program={"optimizer": _of(AdamW8bit, lr=1e-2)}),
     "Muon": Correct(program={"optimizer": _muon}),
     "groups of parameters": Correct(program={"optimizer": _grouped}),
-    "clipped": Correct(program={"optimizer": _of(_Clipped, lr=1e-2)}),
+    "clipped": Correct(program={"optimizer": _of(Clipped, lr=1e-2)}),
     "a schedule in the optimizer": Correct(program={"optimizer": _of(_Scheduled, lr=1e-3)}),
 }
 """By name; ``test_verify_correct`` runs each as a whole and layer by layer."""
