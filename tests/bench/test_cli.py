@@ -22,7 +22,9 @@ from fullshard_bench.reporting.bars import BARS
 from fullshard_bench.running.run import Run
 from fullshard_bench.running.suites import SUITES
 from fullshard_bench.settings import Settings
+from support.python import environment, run_python
 
+BENCH = ("-m", "fullshard_bench")
 _SMALL = ("--model", TINY, "--tokens", "2", "--steps", "3", "--checked", "2", "--threads", "1")
 
 
@@ -46,24 +48,9 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> _Done:
     page = ("--html", f"{folder}/page.html")
     impl = ("--impl", "fullshard", "torch", "ddp", "none", "bench.stand_ins:deaf")
     words = ("run", "--mesh", "2", "--wide", "8", "--verify", *_SMALL, *impl, *traced, *page)
-    output = _run([*words, "--pictures", "--out", f"{folder}/result"], code=1)  # one is wrong
+    # one is wrong
+    output = run_python(*BENCH, *words, "--pictures", "--out", f"{folder}/result", code=1)
     return _Done(folder=folder, output=output)
-
-
-def _environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, sys.path))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-
-def _run(words: list[str], launcher: tuple[str, ...] = (), code: int = 0) -> str:
-    finished = subprocess.run(
-        [sys.executable, *launcher, "-m", "fullshard_bench", *words],
-        env=_environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == code, finished.stderr
-    return finished.stdout
 
 
 def test_two_ranks_are_measured_and_the_ones_that_do_not_share_are_marked(done: _Done) -> None:
@@ -111,7 +98,7 @@ def test_it_says_plainly_that_nothing_is_moved_in_a_wide_world(done: _Done) -> N
 @pytest.mark.matrix
 def test_a_wide_world_over_torchs_fake_group_is_named_and_kept(tmp_path: Path) -> None:
     words = ("run", "--wide", "8", "--wide-group", "fake", "--impl", "fullshard", "none", *_SMALL)
-    output = _run([*words, "--out", f"{tmp_path}/result"])
+    output = run_python(*BENCH, *words, "--out", f"{tmp_path}/result")
     for text in (output, (tmp_path / "result.md").read_text()):
         assert "one rank of 8 over torch's `fake` group" in text
         assert "nothing is moved" not in text
@@ -189,7 +176,7 @@ def test_inside_torchrun_smaller_meshes_use_the_first_ranks(tmp_path: Path) -> N
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     impl = ("--impl", "fullshard", "none")
     words = ["run", "--mesh", "1", "2", *_SMALL, *impl, "--out", f"{tmp_path}/result"]
-    _run(words, launcher)
+    run_python(*launcher, *BENCH, *words)
     points = read_result(tmp_path / "result.json").runs[0].points
     assert [(point.mesh, point.ranks) for point in points] == [("1", 1), ("2", 2)]
     assert {entry.status for point in points for entry in point.entries} == {"ok"}
@@ -251,7 +238,7 @@ def test_a_mistake_is_told_in_one_line(
 def test_a_contestant_that_failed_is_reported_and_makes_the_exit_code_1(tmp_path: Path) -> None:
     impl = ("--impl", "fullshard", "bench.stand_ins:failing")
     words = ["run", "--mesh", "1", *_SMALL, *impl, "--no-exposed", "--out", f"{tmp_path}/result"]
-    assert "out of luck" in _run(words, code=1)
+    assert "out of luck" in run_python(*BENCH, *words, code=1)
     (point,) = read_result(tmp_path / "result.json").runs[0].points
     assert [entry.status for entry in point.entries] == ["ok", "failed"]
 
@@ -273,7 +260,7 @@ def test_a_signal_ends_the_ranks_and_removes_the_hosts(
     words = ["run", "--mesh", "2", *_SMALL, *network, "--impl", "bench.stand_ins:waiting"]
     with subprocess.Popen(
         [sys.executable, "-m", "fullshard_bench", *words, "--out", f"{tmp_path}/result"],
-        env={**_environment(), "FULLSHARD_TEST_PIPE": str(pipe)},
+        env=environment(FULLSHARD_TEST_PIPE=str(pipe)),
         start_new_session=True,
         # A shell ignores it in what it runs in the background, and children inherit that.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),

@@ -14,6 +14,7 @@ from fullshard_bench.errors import BenchError
 from fullshard_bench.launching.job import Job
 from fullshard_bench.launching.launch import run_jobs
 from fullshard_bench.launching.network import Hosts, bytes_sent, check_network
+from support.python import environment
 
 _SEND = """
 import socket, time
@@ -71,16 +72,9 @@ def test_of_two_hosts_of_two_ranks_less_leaves_one_that_talks_once() -> None:
 
 @pytest.mark.usefixtures("allowed")
 def test_what_leaves_a_host_is_counted_on_its_link() -> None:
-    path = os.pathsep.join(filter(None, sys.path))
     with Hosts(2, "100mbit") as hosts:
         words = [*hosts.prefix(0), sys.executable, "-c", _SEND]
-        said = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "PYTHONPATH": path},
-        ).stdout
+        said = subprocess.check_output(words, env=environment())
     assert 50 * 1000 < int(said) < 60 * 1000
     assert bytes_sent() is None
 

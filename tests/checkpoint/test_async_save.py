@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -29,6 +27,7 @@ from fullshard.sharding import fully_shard
 from support import tp_model
 from support.pool.ranks import RanksFailed
 from support.products import few
+from support.python import run_python
 from support.ranks import cpu_mesh, distributed, run_on_ranks
 from support.surface.model import build, sharded, train
 from support.surface.ranks import assert_equal_state, full_parameters
@@ -230,9 +229,7 @@ async_save({"w": torch.ones(2_000_000)}, sys.argv[1])
 
 
 def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "ignore", "-c", _ENDS, str(tmp_path / "c")]
-    subprocess.run(command, env=environment, check=True, timeout=120)
+    run_python("-W", "ignore", "-c", _ENDS, tmp_path / "c")
     found = {"w": torch.zeros(2_000_000)}
     dcp.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
     assert bool((found["w"] == 1).all())
@@ -362,8 +359,4 @@ print(f"{old + new} kills: {old} left the old checkpoint, {new} a newer one")
 def test_killed_at_a_random_moment_of_a_save_a_whole_checkpoint_is_there(
     kills: int, tmp_path: Path
 ) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", _DRILL, str(kills), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
+    print(run_python("-c", _DRILL, str(kills), tmp_path))

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -17,25 +17,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.distributed.tensor import DTensor, Partial
 
+from checkpoint.layouts import SECOND_CUTS, Taken, plain
 from fullshard.checkpoint import iter_full
 from fullshard.checkpoint.streaming import lanes, shards
 from fullshard.checkpoint.streaming import stream as streams
 from fullshard.sharding import RankMismatchError, fully_shard, unsharded
-from support import tp_model
+from support.python import environment
 from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
 from support.surface.model import Net, build, sharded, train
 from support.surface.ranks import assert_equal_state, everyone, full_parameters
-from support.surface.wrappings import WRAPPINGS, Wrapped, adamw, hybrid, tied
+from support.surface.wrappings import WRAPPINGS, adamw, hybrid
 
 BUCKETS = [100, 1, 10**6]  # bytes: several parameters in some, one in each, all in one
-
-
-def plain(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The definition: the unsharded model's parameters."""
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)
@@ -51,41 +46,11 @@ def test_it_gives_the_unsharded_models_parameters_in_order(
     assert_equal_state(dict(iter_full(net, bucket_bytes=bucket_bytes)), plain(build()))
 
 
-@pytest.mark.parametrize("hidden", [8, 7])
+@pytest.mark.parametrize("layout", SECOND_CUTS)
 @distributed(4)
-def test_tensor_parallel_parameters_are_whole(hidden: int) -> None:
-    mesh = cpu_mesh((2, 2), ("dp", "tp"))
-    model = tp_model.parallelize(tp_model.build(hidden), mesh["tp"])
-    tp_model.shard(model, fully_shard, mesh=mesh["dp"])
-    assert_equal_state(dict(iter_full(model, bucket_bytes=300)), plain(tp_model.build(hidden)))
-
-
-@distributed(4)
-def test_experts_and_parameters_that_nobody_shards_are_whole() -> None:
-    mesh = cpu_mesh((2, 2), ("dp", "ep"))
-    torch.manual_seed(0)
-    model = nn.Linear(4, 6)
-    model.experts = nn.Parameter(torch.randn(4, 6, 5))
-    model.own = nn.Parameter(torch.randn(3))
-    model.empty = nn.Parameter(torch.zeros(0, 3))
-    expected = plain(model)
-    parts = distribute_tensor(model.experts.detach(), mesh["ep"], [Shard(0)])
-    model.experts = nn.Parameter(parts)
-    fully_shard(model, mesh=mesh["dp"], ignored_params={model.own})
-    found = dict(iter_full(model, to=[2]))
-    assert found.keys() == (expected.keys() if dist.get_rank() == 2 else set())
-    for name, value in found.items():
-        assert torch.equal(value, expected[name]), name
-
-
-@distributed(2)
-def test_names_are_the_unwrapped_models_and_a_tied_parameter_comes_once() -> None:
-    torch.manual_seed(0)
-    whole = tied()
-    expected = plain(whole)
-    model = fully_shard(Wrapped(whole))
-    assert list(expected) == ["factor", "one.weight", "one.bias", "two.bias"]
-    assert_equal_state(dict(iter_full(model, bucket_bytes=1)), expected)
+def test_parameters_that_are_cut_twice_tied_or_not_sharded_are_whole(layout: str) -> None:
+    model, expected = SECOND_CUTS[layout]()
+    assert_equal_state(dict(iter_full(model, bucket_bytes=300)), expected)
 
 
 @distributed(4)
@@ -189,35 +154,13 @@ def test_a_stream_that_nobody_consumes_any_more_ends_on_all_ranks() -> None:
     assert everyone(len(made))[0] == 0 < everyone(len(made))[1] <= most < len(plain(build()))
 
 
-class _Memory:
-    """Counts the bytes that are alive of what a stream takes."""
-
-    def __init__(self) -> None:
-        self.peak = 0
-        self._alive: list[tuple[StorageWeakRef, int]] = []
-        self._take = shards.memory
-
-    def __call__(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        taken = self._take(shape, dtype)
-        self._alive = [each for each in self._alive if not each[0].expired()]
-        self._alive.append((StorageWeakRef(taken.untyped_storage()), taken.nbytes))
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive))
-        return taken
-
-
-@contextmanager
-def _memory_from(take: Callable[[Any, torch.dtype], torch.Tensor]) -> Iterator[None]:
-    with patch.object(shards, "memory", take), patch.object(lanes, "memory", take):
-        yield
-
-
 @pytest.mark.parametrize("to", [[0], None])
 @distributed(2, 4, matrix=[4])
 def test_memory_is_the_shards_and_three_buckets(to: list[int] | None, world_size: int) -> None:
     count, nbytes = 24, 128 * 128 * 4
     model = fully_shard(nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(count)]))
-    own, bucket, memory = count * nbytes // world_size, 2 * nbytes, _Memory()
-    with _memory_from(memory):
+    own, bucket, memory = count * nbytes // world_size, 2 * nbytes, Taken()
+    with patch.object(shards, "memory", memory), patch.object(lanes, "memory", memory):
         stream = iter_full(model, bucket_bytes=bucket, to=to)
         for _, full in stream:
             del full
@@ -424,11 +367,10 @@ print(count)
 
 @pytest.mark.matrix
 def test_a_process_whose_consumer_raised_ends_and_the_others_get_all(tmp_path: Any) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(rank), str(tmp_path / "store")],
-            env=environment,
+            env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

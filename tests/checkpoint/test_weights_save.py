@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +29,7 @@ from fullshard.checkpoint import (
     save_safetensors,
 )
 from fullshard.sharding import fully_shard
+from support.python import run_python
 from support.ranks import distributed
 from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
@@ -321,9 +320,7 @@ def pwrite(*args):
 os.pwrite = pwrite
 save_safetensors(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), sys.argv[1], max_shard_size=60)
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment)
-    assert ended.returncode == -signal.SIGKILL
+    run_python("-c", program, tmp_path, code=-signal.SIGKILL)
     assert len(list(tmp_path.glob("*.safetensors"))) > len(_files(tmp_path))
     assert _is(_loaded(tmp_path), old)
     save_safetensors(old, tmp_path, max_shard_size=60)

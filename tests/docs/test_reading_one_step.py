@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,21 +15,11 @@ from torch import nn
 from fullshard.sharding import fully_shard
 from support.members import ROOT
 from support.ranks import run_on_ranks
+from support.wide.fake import fake_world
 
 PAGE = ROOT / "docs" / "concepts" / "reading-one-step.md"
 PHASES = ("Forward", "Backward", "Optimizer")
 STOPS = 20  # a reader follows as many in a quarter of an hour
-
-# One rank of eight over the fake backend, which shares no memory.
-PROGRAM = """
-import json
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from docs.test_reading_one_step import trace_step
-
-dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-print(json.dumps(trace_step()))
-"""
 
 Calls = dict[str, list[str]]
 
@@ -79,14 +66,9 @@ def _on_two_ranks() -> Calls:
 
 @functools.cache
 def _over_a_process_group() -> Calls:
-    path = os.pathsep.join([str(ROOT / "tests"), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path}
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    found: Calls = json.loads(ran.stdout)
-    return found
+    """One rank of eight over the fake backend, which shares no memory."""
+    with fake_world(8):
+        return trace_step()
 
 
 def _listed(section: str) -> list[str]:

@@ -9,8 +9,6 @@ import mmap
 import os
 import pickle
 import re
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -46,6 +44,7 @@ from fullshard.sharding import fully_shard
 from support.optim.offloaded import PROGRAMS, adamw, assert_equal_runs, part
 from support.optim.wide import Wide
 from support.parity.compare import full
+from support.python import run_python
 from support.ranks import cpu_mesh, distributed
 from support.surface.model import batch, build, sharded, train
 from support.surface.ranks import everyone
@@ -615,10 +614,5 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
         "assert optimizer.statistics.bytes_written > 0\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert ended.returncode == -9
+    run_python("-c", program, tmp_path, code=-9)
     assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import io
 import json
-import os
 import re
 import resource
 import shutil
@@ -27,6 +26,7 @@ from fullshard.preflight.doctor import here, together
 from fullshard.preflight.doctor.pairs import Pair, pairs_by_round
 from fullshard_bench.launching.network import Hosts, check_network
 from support.members import LIBRARIES
+from support.python import environment, run_python
 from support.ranks import distributed
 from support.surface.ranks import everyone
 
@@ -243,16 +243,9 @@ def test_the_command_prints_on_rank_0_and_ends_with_a_code(
 @pytest.mark.matrix
 def test_the_command_starts_ranks_by_itself(tmp_path: Path) -> None:
     words = ["doctor", "--ranks", "2", "--folder", str(tmp_path)]
-    ended = subprocess.run(
-        [sys.executable, "-m", "fullshard.preflight", *words],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "2 ranks on 1 host" in ended.stdout
-    assert ended.stdout.splitlines()[-1].endswith("0 failures")
+    printed = run_python("-m", "fullshard.preflight", *words)
+    assert "2 ranks on 1 host" in printed
+    assert printed.splitlines()[-1].endswith("0 failures")
 
 
 @pytest.mark.matrix
@@ -277,15 +270,8 @@ def test_a_slow_link_and_a_wrong_library_are_named_between_hosts(tmp_path: Path)
         limit = ("root", "tbf", "rate", "50mbit", "burst", "131072", "latency", "50ms")
         tc = ["ip", "netns", "exec", slow, "tc", "qdisc", "replace", "dev", "cable", *limit]
         subprocess.run(tc, check=True)
-        given = {
-            **os.environ,
-            **hosts.environment,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "MASTER_ADDR": "10.78.0.1",
-            "MASTER_PORT": "29511",
-            "WORLD_SIZE": "3",
-            "OMP_NUM_THREADS": "1",
-        }
+        rendezvous = {"MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29511", "WORLD_SIZE": "3"}
+        given = environment(**hosts.environment, **rendezvous)
         ranks = [
             subprocess.Popen(
                 [*hosts.prefix(rank), sys.executable, str(program)],

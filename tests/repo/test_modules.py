@@ -6,14 +6,12 @@ import ast
 import functools
 import importlib
 import inspect
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from support.members import LIBRARIES, MEMBERS, Module
+from support.python import run_python
 
 # Members are listed from the lowest layer to the highest, then the apps.
 PACKAGES = [member.package for member in LIBRARIES]
@@ -137,14 +135,7 @@ def test_a_package_never_prints() -> None:
 def loaded() -> list[set[str]]:
     """Our packages that one process has loaded after importing each, from the lowest up."""
     lines = [f"import {package}; print(*sys.modules)" for package in PACKAGES]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    printed = subprocess.run(
-        [sys.executable, "-c", "\n".join(["import sys", *lines])],
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.splitlines()
+    printed = run_python("-c", "\n".join(["import sys", *lines])).splitlines()
     return [
         {_package(name) for name in line.split() if name.startswith("fullshard")} - {"fullshard"}
         for line in printed

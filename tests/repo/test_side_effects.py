@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from fullshard.sharding import clip_grad_norm_, fully_shard, unsharded
 from fullshard.wrappers.fsdp1 import FullyShardedDataParallel
 from support.members import LIBRARIES
 from support.process_state import ProcessState
+from support.python import run_python
 from support.ranks import cpu_mesh, distributed, run_on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "process.md"
@@ -59,11 +57,8 @@ print(sorted(before.changed()))
 
 
 def test_importing_every_package_changes_nothing_in_torch_or_the_process() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", _PROGRAM, *(each.package for each in LIBRARIES)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+    printed = run_python("-c", _PROGRAM, *(each.package for each in LIBRARIES))
+    assert printed.strip() == "[]"
 
 
 def _listed(by: str) -> set[str]:

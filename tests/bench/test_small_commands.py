@@ -1,20 +1,56 @@
-"""`python -m fullshard_bench state-files`: what it measures, and what it refuses."""
+"""Commands that measure one thing: what they print, what they leave, and what they refuse."""
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fullshard_bench.cli import main
+from support.python import run_python
 
 
 @pytest.mark.matrix
-def test_all_sides_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_checkpoints_are_measured_on_both_sides_and_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {*Path("/dev/shm").iterdir()}
+    given = ["--model", "gpt-tiny", "--ranks", "2", "--rounds", "1", "--folder", str(tmp_path)]
+    output = tmp_path / "result.json"
+    assert main(["memory-checkpoints", *given, "--output", str(output)]) == 0
+    rows = re.findall(r"(?m)^\| gpt-tiny \| ([^|]+) \| ([\d.]+) \|", capsys.readouterr().out)
+    assert len(rows) == 5
+    assert all(float(milliseconds) > 0 for _, milliseconds in rows)
+    assert json.loads(output.read_text())["models"]["gpt-tiny"]["mib"] > 0
+    assert {*tmp_path.iterdir()} == {output, output.with_suffix(".md")}
+    assert {*Path("/dev/shm").iterdir()} <= before
+
+
+def test_ranks_that_make_no_two_hosts_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["memory-checkpoints", "--folder", str(tmp_path), "--ranks", "3"]) == 2
+    assert "--ranks 3: must be even, for two hosts" in capsys.readouterr().err
+
+
+@pytest.mark.matrix
+def test_each_call_for_a_state_dict_is_timed_on_both_sides(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["state-dicts", "--model", "gpt-tiny", "--rounds", "1"]) == 0
+    rows = re.findall(
+        r"(?m)^\| gpt-tiny \| (.+?) \| ([\d.]+) \| ([\d.]+) \|", capsys.readouterr().out
+    )
+    assert len(rows) == 4
+    assert all(float(ours) > 0 and float(theirs) > 0 for _, ours, theirs in rows)
+
+
+@pytest.mark.matrix
+def test_all_sides_of_state_in_files_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = ["--model", "gpt-tiny", "--turns", "1", "--folder", str(tmp_path)]
     assert main(["state-files", *given, "--micro-batches", "2", "--disk-mb-s", "500"]) == 0
     text = capsys.readouterr().out
@@ -45,14 +81,8 @@ def test_a_disk_held_to_a_rate_moves_that_many_bytes_in_a_second(tmp_path: Path)
         "[each.start() for each in threads], [each.join() for each in threads]\n"
         "print(time.perf_counter() - began)\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "file")],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert float(ended.stdout) >= 0.2  # 200 kB at 1 MB per second, and never less
+    seconds = float(run_python("-c", program, tmp_path / "file"))
+    assert seconds >= 0.2  # 200 kB at 1 MB per second, and never less
 
 
 def test_a_wrong_bucket_is_refused_before_ranks_start(
