@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from support.hf import make_folder, make_tokenizer, write_documents
 from support.members import ROOT
-from train.launchers import environment
+from support.python import environment
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

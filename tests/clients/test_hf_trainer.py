@@ -38,7 +38,7 @@ from train.jobs import (
     small_task,
     small_trainer,
 )
-from train.launchers import Forked
+from train.launchers import run_forked
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -432,10 +432,8 @@ def test_the_command_line_verifies_plans_trains_samples_and_exports(
     assert main(["sample", "run"]) == 0
     said = (tmp_path / "run" / "sample.txt").read_text()
     assert capfd.readouterr().out.rstrip("\n") == said.rstrip("\n")
-    told = tmp_path / "told.txt"
-    sampling = Forked(2, ["sample", str(tmp_path / "run")], told)
-    assert sampling.wait(200) == 0, told.read_text()
-    assert told.read_text().rstrip("\n").endswith(said.rstrip("\n"))
+    told = run_forked(2, ["sample", str(tmp_path / "run")], tmp_path / "told.txt")
+    assert told.rstrip("\n").endswith(said.rstrip("\n"))
     assert main(["export", "run", "again"]) == 0
     assert (tmp_path / "again" / name).read_bytes() == (
         tmp_path / "run" / "model" / name

@@ -23,9 +23,9 @@ from pathlib import Path
 from fullshard_train.checkpoints.store import CheckpointStore
 from fullshard_train.reporting.metrics import read_metrics
 from fullshard_train.reporting.run_folder import RunFolder
+from support.python import environment
 from train.hosts import Host, NoHosts, two_hosts
 from train.jobs import TEXT, losses, settings
-from train.launchers import environment
 
 PATIENCE = 180.0  # seconds for each part of the drill
 STEPS = 1200

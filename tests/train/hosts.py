@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.launchers import environment
+from support.python import environment
 
 _CABLE = "cable"
 

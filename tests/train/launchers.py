@@ -17,10 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 from unittest import mock
 
 from fullshard_train.cli import main
+from fullshard_train.reporting.metrics import read_metrics
+from support.python import environment
+from train.jobs import losses
 
 # What every rank of a job imports sooner or later: the trainer, and what torch and the curve of
 # losses import at their first use.
@@ -49,12 +52,6 @@ class Job(Protocol):
         ...
 
 
-def environment() -> dict[str, str]:
-    """For a process that imports what this one can, installed or not, with one thread."""
-    path = os.pathsep.join(filter(None, sys.path))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-
 def free_port() -> int:
     """A TCP port that nobody listens on."""
     with socket.socket() as free:
@@ -62,7 +59,20 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-class Launched:
+class _Killed:
+    """A job that is killed where a ``with`` block of it ends."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        raise NotImplementedError
+
+
+class Launched(_Killed):
     """A job under a launcher that starts each rank in a session of its own.
 
     `program` comes before torchrun's options: by default ours, which ends with the code of a rank.
@@ -121,7 +131,7 @@ class Torchrun(Launched):
     between = ("-m", "fullshard_train")
 
 
-class Forked:
+class Forked(_Killed):
     """A job of ranks without a launcher, forked from a process that has imported the trainer."""
 
     def __init__(
@@ -208,6 +218,21 @@ def send(pid: int, number: signal.Signals) -> None:
     """Sends a signal to a process that may be gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def run_forked(ranks: int, arguments: Sequence[str], output: Path) -> str:
+    """Runs a job to its end, which has to be a good one; returns what it said."""
+    with Forked(ranks, arguments, output) as job:
+        assert job.wait(200) == 0, output.read_text()
+    return output.read_text()
+
+
+def until(metrics: Path, step: int, *jobs: Job) -> None:
+    """Waits until the jobs, which have to run meanwhile, have recorded a step."""
+    end = time.monotonic() + 120
+    while not (metrics.exists() and max(losses(read_metrics(metrics)), default=0) >= step):
+        assert all(job.running() for job in jobs) and time.monotonic() < end
+        time.sleep(0.002)
 
 
 Launcher = Callable[[int, Sequence[str], Path], Job]

@@ -20,16 +20,9 @@ from fullshard_train.commands.parsers import COMMANDS, build_parser
 from fullshard_train.commands.plan import make_plan
 from fullshard_train.reporting.metrics import read_metrics
 from fullshard_train.settings.config import Config, read_table
+from support.python import environment
 from train.jobs import TEXT, damage, losses, settings, untimed
-from train.launchers import Forked, environment, send
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """A small corpus."""
-    path = tmp_path / "text.txt"
-    path.write_bytes(TEXT)
-    return path
+from train.launchers import Forked, send, until
 
 
 def _launched(ranks: int, arguments: list[str]) -> subprocess.Popen[str]:
@@ -125,11 +118,8 @@ def test_the_last_word_of_the_command_line_wins(tmp_path: Path) -> None:
 def test_an_error_is_told_by_rank_0_alone_and_fails_every_rank(tmp_path: Path) -> None:
     # Without a launcher, which would end the slower rank, so that each has its own exit code.
     output, run = tmp_path / "output", tmp_path / "run"
-    job = Forked(2, ["--steps", "0", "--out", str(run)], output)
-    try:
+    with Forked(2, ["--steps", "0", "--out", str(run)], output) as job:
         assert job.wait(120) == 2
-    finally:
-        job.kill()
     assert job.codes() == [2, 2]
     line = "fullshard_train: error: config train.steps = 0: must be greater than or equal to 1\n"
     assert output.read_text() == line
@@ -144,15 +134,11 @@ def test_a_signal_to_one_rank_saves_and_ends_every_rank_with_its_code(
 ) -> None:
     output, run = tmp_path / "output", tmp_path / "a run"
     words = [*settings(), "--data", str(text), "--out", str(run), "--steps", "1000000"]
-    job = Forked(2, words, output)
-    try:
-        metrics = run / "metrics.jsonl"
-        while not (metrics.exists() and losses(read_metrics(metrics))):
-            assert job.running(), output.read_text()
+    metrics = run / "metrics.jsonl"
+    with Forked(2, words, output) as job:
+        until(metrics, 1, job)
         send(job.ranks()[1], number)
         assert job.wait(120) == 128 + number
-    finally:
-        job.kill()
     assert job.codes() == [128 + number] * 2
     checkpoint = resolve(run)
     verify(checkpoint)

@@ -12,7 +12,8 @@ import torch
 
 from fullshard_train.cli import main
 from fullshard_train.training.determinism import be_deterministic, settings_put_back
-from train.jobs import TEXT, settings
+from support.products import few
+from train.jobs import settings
 
 
 def _state() -> tuple[object, ...]:
@@ -46,10 +47,9 @@ def test_repeatable_kernels_are_for_a_run_alone(before: tuple[object, ...]) -> N
     assert _state() == before
 
 
+@pytest.mark.parametrize("before", few([False, True], True), indirect=True)
 def test_a_program_that_calls_the_trainer_goes_on_as_before(
-    tmp_path: Path, before: tuple[object, ...]
+    tmp_path: Path, text: Path, before: tuple[object, ...]
 ) -> None:
-    text = tmp_path / "text.txt"
-    text.write_bytes(TEXT)
     assert main([*settings(), "--data", str(text), "--out", str(tmp_path / "run")]) == 0
     assert _state() == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,17 +10,16 @@ import pytest
 from fullshard.elastic import Lighthouse
 from fullshard_train.cli import main
 from fullshard_train.reporting.metrics import read_metrics
-from train.jobs import EPSILON, TEXT, TOLERANCE, losses, settings
-from train.launchers import Forked
+from train.jobs import EPSILON, TOLERANCE, losses, settings
+from train.launchers import Forked, until
 
 needs_torchft = pytest.mark.skipif(
     find_spec("torchft") is None, reason="replica groups need torchft"
 )
 
 
-def _words(tmp_path: Path) -> list[str]:
-    text = tmp_path / "text.txt"
-    text.write_bytes(TEXT)
+@pytest.fixture
+def words(text: Path) -> list[str]:
     optim = {"epsilon": EPSILON, "clip_norm": 0.5}
     train = {"steps": 40, "accumulate": 1, "evaluate_every": 20}
     changed = settings(train=train, optim=optim, checkpoint={"every": 10}, run={"slow_ranks": 5})
@@ -30,8 +28,9 @@ def _words(tmp_path: Path) -> list[str]:
 
 @pytest.mark.matrix
 @needs_torchft
-def test_a_run_of_two_groups_that_loses_one_ends_as_a_run_of_one_job(tmp_path: Path) -> None:
-    words = _words(tmp_path)
+def test_a_run_of_two_groups_that_loses_one_ends_as_a_run_of_one_job(
+    words: list[str], tmp_path: Path
+) -> None:
     lighthouse = Lighthouse(min_groups=2, join_timeout=1.0, heartbeat_timeout=1.0)
     address = f"http://127.0.0.1:{lighthouse.address.rpartition(':')[2]}"
 
@@ -42,10 +41,7 @@ def test_a_run_of_two_groups_that_loses_one_ends_as_a_run_of_one_job(tmp_path: P
 
     jobs = {"a": start("a", 1), "b": start("b", 2)}
     metrics = tmp_path / "b" / "metrics.jsonl"
-    end = time.monotonic() + 120
-    while not (metrics.exists() and max(losses(read_metrics(metrics)), default=0) >= 5):
-        assert jobs["a"].running() and jobs["b"].running() and time.monotonic() < end
-        time.sleep(0.005)
+    until(metrics, 5, *jobs.values())
     jobs["b"].kill()
     jobs["b"] = start("b", 2)
     codes = [job.wait(120) for job in jobs.values()]
@@ -66,7 +62,7 @@ def test_a_run_of_two_groups_that_loses_one_ends_as_a_run_of_one_job(tmp_path: P
 
 
 def test_an_address_without_a_group_is_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*_words(tmp_path), "--elastic", "http://127.0.0.1:1"]) == 2
+    assert main([*words, "--elastic", "http://127.0.0.1:1"]) == 2
     assert "give both" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from fullshard_train.cli import main
 from fullshard_train.reporting.metrics import read_metrics
 from support.members import ROOT
 from train.hosts import Host, NoHosts, two_hosts
-from train.jobs import TEXT, losses, settings
+from train.jobs import losses, settings
 
 PAGE = ROOT / "docs" / "how-to" / "several-hosts.md"
 
@@ -43,9 +43,8 @@ def _command(host: int) -> list[str]:
 
 
 @pytest.mark.matrix
-def test_two_hosts_train_as_one_process_does(hosts: list[Host], tmp_path: Path) -> None:
-    text, run, alone = tmp_path / "text.txt", tmp_path / "run", tmp_path / "alone"
-    text.write_bytes(TEXT)
+def test_two_hosts_train_as_one_process_does(hosts: list[Host], text: Path, tmp_path: Path) -> None:
+    run, alone = tmp_path / "run", tmp_path / "alone"
     words = [*settings(), "--data", str(text)]
     outputs = [tmp_path / f"output-{host}" for host in range(2)]
     processes = [

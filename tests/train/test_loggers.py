@@ -16,8 +16,8 @@ from fullshard_train.reporting import loggers
 from fullshard_train.reporting.loggers import LoggedRun, find_logger, start_logger
 from fullshard_train.reporting.metrics import read_metrics
 from support.members import ROOT
-from train.jobs import TEXT, settings
-from train.launchers import Forked
+from train.jobs import losses, settings
+from train.launchers import run_forked
 
 RUN = LoggedRun(folder=Path("run"), config={"train": {"steps": 4}}, step=0, ranks=2)
 
@@ -75,9 +75,8 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "failing"
 
 
-def test_a_logger_gets_what_the_metrics_file_gets(tmp_path: Path) -> None:
-    text, out = tmp_path / "text.txt", tmp_path / "run"
-    text.write_bytes(TEXT)
+def test_a_logger_gets_what_the_metrics_file_gets(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
     words = [*settings(run={"logger": f"{__name__}:Kept"}), "--data", str(text)]
     assert main([*words, "--out", str(out)]) == 0
     logger = Kept.last
@@ -89,37 +88,21 @@ def test_a_logger_gets_what_the_metrics_file_gets(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_a_logger_that_raises_is_dropped_and_the_ranks_train_on(
-    tmp_path: Path, failing: str
+    text: Path, tmp_path: Path, failing: str
 ) -> None:
-    text, out, output = tmp_path / "text.txt", tmp_path / "run", tmp_path / "output.txt"
-    text.write_bytes(TEXT)
+    out = tmp_path / "run"
     words = [*settings(run={"logger": f"{failing}:Failing"}), "--data", str(text)]
-    job = Forked(2, [*words, "--out", str(out)], output)
-    try:
-        assert job.wait(120) == 0, output.read_text()
-    finally:
-        job.kill()
-    said = output.read_text()
+    said = run_forked(2, [*words, "--out", str(out)], tmp_path / "output.txt")
     assert said.count("raised in write: ConnectionError: the service is down") == 1
-    assert [r["step"] for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "train"] == [
-        1,
-        2,
-        3,
-        4,
-    ]
+    assert list(losses(read_metrics(out / "metrics.jsonl"))) == [1, 2, 3, 4]
 
 
 @pytest.mark.matrix
-def test_a_logger_that_hangs_holds_no_rank(tmp_path: Path, failing: str) -> None:
-    text, out, output = tmp_path / "text.txt", tmp_path / "run", tmp_path / "output.txt"
-    text.write_bytes(TEXT)
+def test_a_logger_that_hangs_holds_no_rank(text: Path, tmp_path: Path, failing: str) -> None:
+    out = tmp_path / "run"
     run = {"logger": f"{failing}:Hanging", "logger_patience": 0.5}
-    job = Forked(2, [*settings(run=run), "--data", str(text), "--out", str(out)], output)
-    try:
-        assert job.wait(120) == 0, output.read_text()
-    finally:
-        job.kill()
-    said = output.read_text()
+    words = [*settings(run=run), "--data", str(text), "--out", str(out)]
+    said = run_forked(2, words, tmp_path / "output.txt")
     assert said.count("has not taken all records and closed within 0.5 seconds") == 1
     assert (out / "model.safetensors").is_file()
 

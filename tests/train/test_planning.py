@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -19,8 +17,8 @@ from fullshard_train.cli import main
 from fullshard_train.commands import planning
 from fullshard_train.commands.planning import Planned, plan_run
 from fullshard_train.errors import TrainError
+from support.python import run_python
 from train.jobs import TEXT, settings, small_config, small_task
-from train.launchers import environment
 
 
 @pytest.fixture
@@ -61,14 +59,10 @@ def test_a_budget_frees_parameters_or_cuts_the_batch_until_a_step_fits() -> None
 def test_a_run_prints_its_plan_and_then_what_it_measured(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(TEXT)
     words = [*settings(train={"accumulate": 1}), "--data", str(tmp_path / "text"), "--plan"]
-    done = subprocess.run(
-        [sys.executable, "-m", "fullshard_train", *words, "--out", str(tmp_path / "run")],
-        capture_output=True, text=True, timeout=300, check=False, env=environment(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "at most in a step, on each of 1 ranks" in done.stdout
-    found = re.search(r"peak (\S+) MiB measured, (\S+) MiB planned", done.stdout)
-    assert found is not None, done.stdout
+    printed = run_python("-m", "fullshard_train", *words, "--out", tmp_path / "run")
+    assert "at most in a step, on each of 1 ranks" in printed
+    found = re.search(r"peak (\S+) MiB measured, (\S+) MiB planned", printed)
+    assert found is not None, printed
     assert float(found[1]) == pytest.approx(float(found[2]), rel=0.25)
 
 

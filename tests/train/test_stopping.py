@@ -20,9 +20,9 @@ from fullshard_train.ranks.stopping import ECHO_SECONDS, StopRequest, exit_code,
 from fullshard_train.training.profiling import Profiled
 from fullshard_train.training.trainer import Trainer
 from support.products import few
+from support.python import environment
 from support.ranks import distributed
 from train.jobs import fit, full_weights, losses, run, small_config, small_trainer, untimed
-from train.launchers import environment
 
 WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ from fullshard_train.cli import main
 from fullshard_train.reporting.metrics import read_metrics
 from train.drill import STEPS, drill
 from train.hosts import NoHosts
-from train.jobs import TEXT, losses, settings
-from train.launchers import Forked, Launched, Launcher, Torchrun, send
+from train.jobs import losses, settings
+from train.launchers import Forked, Launched, Launcher, Torchrun, run_forked, send, until
 from train.survival import survive
 
 
@@ -41,37 +40,23 @@ def test_a_run_killed_at_random_moments_ends_as_an_undisturbed_one(
     assert report.final[0] == report.final[1]
 
 
-def _until(job: Forked | Launched, metrics: Path, step: int) -> None:
-    """Waits until a step is recorded."""
-    end = time.monotonic() + 120
-    while not (metrics.exists() and step in losses(read_metrics(metrics))):
-        assert job.running() and time.monotonic() < end
-        time.sleep(0.002)
-
-
 def _curves(folder: Path) -> dict[str, dict[int, float]]:
     records = read_metrics(folder / "metrics.jsonl")
     return {kind: losses(records, kind) for kind in ("train", "held_out")}
 
 
 @pytest.mark.matrix
-def test_a_rank_killed_in_mid_step_ends_the_others_and_fewer_ranks_go_on(tmp_path: Path) -> None:
-    text, run, alone = tmp_path / "text.txt", tmp_path / "run", tmp_path / "alone"
-    text.write_bytes(TEXT)
+def test_a_rank_killed_in_mid_step_ends_the_others_and_fewer_ranks_go_on(
+    text: Path, tmp_path: Path
+) -> None:
+    run, alone = tmp_path / "run", tmp_path / "alone"
     words = [*settings(train={"steps": 60, "accumulate": 1}), "--data", str(text)]
-    job = Forked(3, [*words, "--out", str(run)], tmp_path / "killed.txt")
-    try:
-        _until(job, run / "metrics.jsonl", 11)
+    with Forked(3, [*words, "--out", str(run)], tmp_path / "killed.txt") as job:
+        until(run / "metrics.jsonl", 11, job)
         send(job.ranks()[1], signal.SIGKILL)
         assert job.wait(60) != 0  # nobody is left waiting
         assert 0 not in job.codes()
-    finally:
-        job.kill()
-    again = Forked(2, [*words, "--resume", "auto", "--out", str(run)], tmp_path / "again.txt")
-    try:
-        assert again.wait(120) == 0, (tmp_path / "again.txt").read_text()
-    finally:
-        again.kill()
+    run_forked(2, [*words, "--resume", "auto", "--out", str(run)], tmp_path / "again.txt")
     assert main([*words, "--out", str(alone)]) == 0
     found, expected = _curves(run), _curves(alone)
     for kind, curve in expected.items():
@@ -81,43 +66,32 @@ def test_a_rank_killed_in_mid_step_ends_the_others_and_fewer_ranks_go_on(tmp_pat
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_torchrun_starts_all_ranks_again_after_one_is_lost_and_losses_are_equal(
-    tmp_path: Path, number: signal.Signals
+    text: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    text, run, whole = tmp_path / "text.txt", tmp_path / "run", tmp_path / "whole"
-    text.write_bytes(TEXT)
+    run, whole, output = tmp_path / "run", tmp_path / "whole", tmp_path / "a.txt"
     words = [*settings(train={"steps": 60}, checkpoint={"every": 5}), "--data", str(text)]
-    elastic = ["--max-restarts=1"]
-    job = Launched(2, [*words, "--resume", "auto", "--out", str(run)], tmp_path / "a.txt", elastic)
-    try:
-        _until(job, run / "metrics.jsonl", 23)
+    resumed = [*words, "--resume", "auto", "--out", str(run)]
+    with Launched(2, resumed, output, ["--max-restarts=1"]) as job:
+        until(run / "metrics.jsonl", 23, job)
         send(job.ranks()[1], number)
-        assert job.wait(240) == 0, (tmp_path / "a.txt").read_text()
-    finally:
-        job.kill()
-    assert (tmp_path / "a.txt").read_text().count("over 2 rank(s)") == 2
-    undisturbed = Launched(2, [*words, "--out", str(whole)], tmp_path / "b.txt", [])
-    try:
+        assert job.wait(240) == 0, output.read_text()
+    assert output.read_text().count("over 2 rank(s)") == 2
+    with Launched(2, [*words, "--out", str(whole)], tmp_path / "b.txt") as undisturbed:
         assert undisturbed.wait(240) == 0, (tmp_path / "b.txt").read_text()
-    finally:
-        undisturbed.kill()
     assert _curves(run) == _curves(whole)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_saves_and_its_code_says_which(
-    tmp_path: Path, number: signal.Signals, code: int
+    text: Path, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    text, run, output = tmp_path / "text.txt", tmp_path / "run", tmp_path / "output.txt"
-    text.write_bytes(TEXT)
+    run, output = tmp_path / "run", tmp_path / "output.txt"
     words = [*settings(train={"steps": 100000}), "--data", str(text), "--out", str(run)]
-    job = Launched(2, words, output, [])
-    try:
-        _until(job, run / "metrics.jsonl", 3)
+    with Launched(2, words, output) as job:
+        until(run / "metrics.jsonl", 3, job)
         job.signal(number)
         assert job.wait(120) == code, output.read_text()
-    finally:
-        job.kill()
     said = output.read_text()
     assert f"{number.name}: saved after step" in said
     assert "Traceback" not in said
