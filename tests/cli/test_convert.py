@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from fullshard.checkpoint import async_save, save_safetensors
 from fullshard.cli.converting import dcp_folders
 from fullshard.cli.converting.convert import convert, open_checkpoint
-from fullshard.cli.converting.entry import ConvertError, Entry
+from fullshard.cli.converting.entry import Checkpoint, ConvertError, Entry
 from fullshard.sharding import fully_shard
 from fullshard.wrappers.fsdp1 import FullyShardedDataParallel, ShardingStrategy
 from support.ranks import distributed
@@ -42,6 +43,13 @@ def _state() -> dict[str, torch.Tensor]:
         "nan": torch.tensor([float("nan"), 1.0]),
         "columns": torch.randn(4, 6).t(),
     }
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Checkpoint:
+    """A checkpoint in a file, `a.pt`."""
+    torch.save(_state(), tmp_path / "a.pt")
+    return open_checkpoint(tmp_path / "a.pt")
 
 
 def _read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
@@ -263,13 +271,9 @@ def test_a_zero_file_that_names_another_class_is_refused(
 # -- refused --------------------------------------------------------------------------------------
 
 
-def _two_parts(folder: Path) -> Path:
-    torch.save({"teacher": {"w": torch.ones(1)}, "student": {"w": torch.ones(2)}}, folder / "a.pt")
-    return folder / "a.pt"
-
-
 def test_a_part_of_a_nested_state_dict_is_chosen_by_its_key(tmp_path: Path) -> None:
-    path = _two_parts(tmp_path)
+    parts = {"teacher": {"w": torch.ones(1)}, "student": {"w": torch.ones(2)}}
+    path = _saved(parts)(tmp_path)
     with pytest.raises(ConvertError, match="tensors under teacher, student; choose with --key"):
         open_checkpoint(path)
     with pytest.raises(ConvertError, match="has no tensors under 'pupil', and tensors under"):
@@ -278,27 +282,52 @@ def test_a_part_of_a_nested_state_dict_is_chosen_by_its_key(tmp_path: Path) -> N
     assert open_checkpoint(path, "student").left_out == ("teacher.w",)
 
 
-def _local(folder: Path) -> Path:
-    torch.save({"block.flat_param": torch.ones(8)}, folder / "rank0.pt")
-    return folder / "rank0.pt"
+def _saved(state: Any) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        torch.save(state, folder / "a.pt")
+        return folder / "a.pt"
+
+    return write
 
 
-def _pickled(folder: Path) -> Path:
-    (folder / "a.pt").write_bytes(pickle.dumps([1, 2]))
-    return folder / "a.pt"
+def _file(name: str, content: bytes) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return write
 
 
-def _cut_short(folder: Path) -> Path:
-    (folder / "a.safetensors").write_bytes(b"\xff" * 20)
-    return folder / "a.safetensors"
+def _folder_with(name: str, content: bytes) -> Callable[[Path], Path]:
+    return lambda folder: _file(name, content)(folder).parent
 
 
+NO_FILE = r"no file of torch\.save \(\w+Error.*; copy the file"
+INDEX = "model.safetensors.index.json"
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "nothing": (lambda folder: folder / "none", "does not exist; pass the folder or file"),
     "an empty folder": (lambda folder: folder, "is no known checkpoint; pass a folder with"),
-    "one rank's flat parameters": (_local, "LOCAL_STATE_DICT.*save with FULL_STATE_DICT"),
-    "a file of another kind": (_pickled, r"cut short, or is no file of torch\.save"),
-    "a file cut short": (_cut_short, "cut short"),
+    "a broken index": (_folder_with(INDEX, b"{nope"), re.escape(INDEX)),
+    "a broken name": (_folder_with("latest", b"\xff\xfe"), "cannot be read: 'utf-8' codec"),
+    "a pickle": (_file("a.pt", pickle.dumps([1, 2])), r"cut short, or is no file of torch\.save"),
+    "an empty file": (_file("a.pt", b""), NO_FILE),
+    "a text": (_file("a.pt", b"hello"), NO_FILE),
+    "a file cut short": (_file("a.safetensors", b"\xff" * 20), "cut short"),
+    "one rank's flat parameters": (
+        _saved({"block.flat_param": torch.ones(8)}),
+        "LOCAL_STATE_DICT.*save with FULL_STATE_DICT",
+    ),
+    "sparse": (
+        _saved({"w": torch.eye(2).to_sparse()}),
+        "has a sparse tensor, w; save it as a dense",
+    ),
+    "meta": (_saved({"w": torch.empty(2, device="meta")}), "has a meta tensor, w"),
+    "two of one name": (_saved({"3": torch.ones(1), 3: torch.ones(1)}), "has 3 twice"),
+    "no tensor": (_saved({"step": 3}), "has no tensors; pass the folder or file"),
+    "an object": (
+        _saved({"w": nn.Linear(1, 1)}),
+        r"object of torch\.nn\.modules\.linear\.Linear, and",
+    ),
 }
 
 
@@ -309,9 +338,9 @@ def test_what_is_no_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
         open_checkpoint(make(tmp_path))
 
 
-def test_nothing_is_overwritten_and_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    torch.save(_state(), tmp_path / "a.pt")
-    source = open_checkpoint(tmp_path / "a.pt")
+def test_nothing_is_overwritten_and_a_failed_write_leaves_nothing(
+    source: Checkpoint, tmp_path: Path
+) -> None:
     with pytest.raises(ConvertError, match=r"a\.pt exists; pass a folder or file"):
         convert(source, tmp_path / "a.pt")
 
@@ -326,9 +355,9 @@ def test_nothing_is_overwritten_and_a_failed_write_leaves_nothing(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", SUFFIX)
-def test_a_tensor_that_is_read_back_and_differs_leaves_no_target(kind: str, tmp_path: Path) -> None:
-    torch.save(_state(), tmp_path / "a.pt")
-    source = open_checkpoint(tmp_path / "a.pt")
+def test_a_tensor_that_is_read_back_and_differs_leaves_no_target(
+    source: Checkpoint, kind: str, tmp_path: Path
+) -> None:
     values = itertools.count()
     changing = Entry(name="w", shape=(), dtype=torch.int64, read=lambda: torch.tensor(next(values)))
     source = dataclasses.replace(source, entries=(changing,))
@@ -337,26 +366,22 @@ def test_a_tensor_that_is_read_back_and_differs_leaves_no_target(kind: str, tmp_
     assert [each.name for each in tmp_path.iterdir()] == ["a.pt"]
 
 
-def test_a_folder_of_the_user_with_a_similar_name_stays(tmp_path: Path) -> None:
-    torch.save(_state(), tmp_path / "a.pt")
+def test_a_folder_of_the_user_with_a_similar_name_stays(source: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "weights.partial").mkdir()
-    convert(open_checkpoint(tmp_path / "a.pt"), tmp_path / "weights")
+    convert(source, tmp_path / "weights")
     assert (tmp_path / "weights.partial").is_dir()
 
 
 @pytest.mark.parametrize("kind", SUFFIX)
-def test_a_target_below_a_file_is_refused(kind: str, tmp_path: Path) -> None:
-    torch.save(_state(), tmp_path / "a.pt")
+def test_a_target_below_a_file_is_refused(source: Checkpoint, kind: str, tmp_path: Path) -> None:
     target = tmp_path / "a.pt" / f"b{SUFFIX[kind]}"
     with pytest.raises(ConvertError, match=r"b(\.pt)? cannot be written: .*File exists"):
-        convert(open_checkpoint(tmp_path / "a.pt"), target, to=kind)
+        convert(source, target, to=kind)
 
 
 def test_an_error_of_torchs_writer_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.save(_state(), tmp_path / "a.pt")
-    source = open_checkpoint(tmp_path / "a.pt")
 
     def fail(*given: Any) -> None:
         raise RuntimeError("unexpected pos 768 vs 662")  # of a full disk
@@ -366,80 +391,43 @@ def test_an_error_of_torchs_writer_is_reported(
         convert(source, tmp_path / "b.pt")
 
 
-def test_a_torch_target_needs_a_suffix_by_which_it_is_recognised(tmp_path: Path) -> None:
-    torch.save(_state(), tmp_path / "a.pt")
+def test_a_torch_target_needs_a_suffix_by_which_it_is_recognised(
+    source: Checkpoint, tmp_path: Path
+) -> None:
     with pytest.raises(ConvertError, match=r"--to torch .*weights: use a file with a suffix \.pt"):
-        convert(open_checkpoint(tmp_path / "a.pt"), tmp_path / "weights", to="torch")
+        convert(source, tmp_path / "weights", to="torch")
     assert [each.name for each in tmp_path.iterdir()] == ["a.pt"]
 
 
 @pytest.mark.parametrize(("name", "to"), [("b.pt", "dcp"), ("b.safetensors", "dcp")])
-def test_a_suffix_that_means_another_format_is_refused(name: str, to: str, tmp_path: Path) -> None:
-    torch.save(_state(), tmp_path / "a.pt")
+def test_a_suffix_that_means_another_format_is_refused(
+    source: Checkpoint, name: str, to: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConvertError, match=rf"--to {to} .*{name}: the suffix means "):
-        convert(open_checkpoint(tmp_path / "a.pt"), tmp_path / name, to=to)
+        convert(source, tmp_path / name, to=to)
     assert [each.name for each in tmp_path.iterdir()] == ["a.pt"]
 
 
 @pytest.mark.parametrize("kind", SUFFIX)
-def test_an_interrupt_is_raised_as_one_and_leaves_no_target(kind: str, tmp_path: Path) -> None:
-    torch.save(_state(), tmp_path / "a.pt")
+def test_an_interrupt_is_raised_as_one_and_leaves_no_target(
+    source: Checkpoint, kind: str, tmp_path: Path
+) -> None:
 
     def interrupt(name: str) -> None:
         raise KeyboardInterrupt
 
-    source = open_checkpoint(tmp_path / "a.pt")
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / f"b{SUFFIX[kind]}", to=kind, progress=interrupt)
     assert [each.name for each in tmp_path.iterdir()] == ["a.pt"]
 
 
-BROKEN = {
-    "model.safetensors.index.json": (b"{nope", "model.safetensors.index.json"),
-    "latest": (b"\xff\xfe", "cannot be read: 'utf-8' codec"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_folder_with_a_broken_file_is_refused_by_that_file(name: str, tmp_path: Path) -> None:
-    content, says = BROKEN[name]
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConvertError, match=says):
-        open_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"", b"hello"])
-def test_a_file_that_torch_did_not_save_is_refused_with_the_remedy(
-    content: bytes, tmp_path: Path
+def test_a_name_that_the_file_system_refuses_is_reported(
+    source: Checkpoint, tmp_path: Path
 ) -> None:
-    (tmp_path / "a.pt").write_bytes(content)
-    with pytest.raises(ConvertError, match=r"no file of torch\.save \(\w+Error.*; copy the file"):
-        open_checkpoint(tmp_path / "a.pt")
-
-
-def test_a_name_that_the_file_system_refuses_is_reported(tmp_path: Path) -> None:
-    torch.save(_state(), tmp_path / "a.pt")
     with pytest.raises(ConvertError, match=r"cannot be read: .*File name too long"):
         open_checkpoint(tmp_path / ("x" * 300))
     with pytest.raises(ConvertError, match=r"cannot be written: .*File name too long"):
-        convert(open_checkpoint(tmp_path / "a.pt"), tmp_path / ("x" * 300))
-
-
-ODD: dict[str, tuple[Any, str]] = {
-    "sparse": ({"w": torch.eye(2).to_sparse()}, "has a sparse tensor, w; save it as a dense"),
-    "meta": ({"w": torch.empty(2, device="meta")}, "has a meta tensor, w"),
-    "two of one name": ({"3": torch.ones(1), 3: torch.ones(1)}, "has 3 twice"),
-    "no tensor": ({"step": 3}, "has no tensors; pass the folder or file"),
-    "an object": ({"w": nn.Linear(1, 1)}, r"object of torch\.nn\.modules\.linear\.Linear, and"),
-}
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_a_torch_file_that_has_no_dense_state_dict_is_refused(name: str, tmp_path: Path) -> None:
-    state, says = ODD[name]
-    torch.save(state, tmp_path / "a.pt")
-    with pytest.raises(ConvertError, match=says):
-        open_checkpoint(tmp_path / "a.pt")
+        convert(source, tmp_path / ("x" * 300))
 
 
 @pytest.mark.parametrize("kind", SUFFIX)

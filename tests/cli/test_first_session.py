@@ -9,9 +9,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 from markdown_it import MarkdownIt
 
+from fullshard.cli import main
 from support.members import MEMBERS, ROOT
 
 PAGE = ROOT / "docs" / "first-session.md"
@@ -41,11 +44,7 @@ def _shown(text: str, printed: str) -> bool:
     return re.match(pattern, printed.lstrip()) is not None
 
 
-def test_the_session_plans_verifies_runs_and_inspects_the_script_of_the_page(
-    tmp_path: Path,
-) -> None:
-    (script,) = (each for each in FENCES if each.info.startswith("python"))
-    (tmp_path / "train.py").write_text(script.content)
+def _in_a_process(words: list[str]) -> tuple[int, str, str]:
     sources = [str(member.folder / "src") for member in MEMBERS if member.has_code]
     environment = {
         **os.environ,
@@ -54,14 +53,32 @@ def test_the_session_plans_verifies_runs_and_inspects_the_script_of_the_page(
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
+    command = [sys.executable, "-m", "fullshard.cli", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return done.returncode, done.stdout, done.stderr
+
+
+def _here(words: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[Any, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    return ended.value.code, *capfd.readouterr()
+
+
+def test_the_session_plans_verifies_runs_and_inspects_the_script_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (script,) = (each for each in FENCES if each.info.startswith("python"))
+    (tmp_path / "train.py").write_text(script.content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the script's folder goes there,
+    monkeypatch.delitem(sys.modules, "train", raising=False)  # and its module here
     for line, shown in zip(OURS, OUTPUTS, strict=True):
-        command = [sys.executable, "-m", "fullshard.cli", *shlex.split(line)[1:]]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
-        )
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+        words = shlex.split(line)[1:]
+        # the run has ranks of its own; the others need none, and are quicker here
+        code, out, err = _in_a_process(words) if words[0] == "run" else _here(words, capfd)
+        assert code == 0, f"{line}\n{out}{err}"
         # what ranks say about the installation goes to the other stream
-        assert _shown(shown, done.stdout) or _shown(shown, done.stderr), done.stdout + done.stderr
+        assert _shown(shown, out) or _shown(shown, err), out + err
     ranks = [json.loads(each.read_text()) for each in (tmp_path / "runs/first").glob("rank-*.json")]
     assert [each["steps"] for each in ranks] == [60, 60]
     assert all(each["events"]["all_gather"]["count"] > 0 for each in ranks)  # ours, not torch's

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from functools import partial
 from typing import Any
 
@@ -28,11 +27,6 @@ def _fit(budget: int | str | None, **options: Any) -> Fit:
     return fit(stack, loss=_loss, budget=budget, **given)
 
 
-@functools.cache
-def _all_on_a_device() -> Fit:
-    return _fit(2**40, device="h100", choices=CHOICES[::-1])
-
-
 def test_the_first_choice_that_fits_is_taken_and_shards_as_planned() -> None:
     everything = _fit(2**40)
     assert everything.choice == CHOICES[0]
@@ -48,7 +42,7 @@ def test_the_first_choice_that_fits_is_taken_and_shards_as_planned() -> None:
 
 @pytest.mark.matrix
 def test_on_a_device_the_quickest_that_fits_is_taken() -> None:
-    slowest_first = _all_on_a_device()
+    slowest_first = _fit(2**40, device="h100", choices=CHOICES[::-1])
     assert len(slowest_first.tried) == len(CHOICES)
     times = [found.step_time or 0.0 for _, found in slowest_first.tried]
     assert all(times)
@@ -64,9 +58,10 @@ def test_micro_batches_cut_the_batch() -> None:
 
 
 def test_a_budget_that_nothing_fits_is_said_with_the_least() -> None:
-    least = min(found.peak for _, found in _all_on_a_device().tried)
+    two: dict[str, Any] = {"device": "h100", "choices": CHOICES[-2:]}
+    least = min(found.peak for _, found in _fit(2**40, **two).tried)
     with pytest.raises(BudgetError, match=r"none of 2 choices fits .* the least is"):
-        _fit(least // 2, choices=CHOICES[-2:])
+        _fit(least - 1, **two)
 
 
 def test_a_budget_below_the_shards_is_said_after_one_plan() -> None:
