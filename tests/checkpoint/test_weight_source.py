@@ -110,21 +110,24 @@ def test_of_a_model_that_is_whole_on_every_rank_the_named_ranks_give_theirs() ->
     assert_equal_state(dict(source.iter_full()), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])  # the latter casts nothing
 @pytest.mark.parametrize("local", [False, True])
 @distributed(2)
-def test_values_are_those_of_the_pin_and_later_ones_those_of_the_call(local: bool) -> None:
+def test_values_are_those_of_the_pin_and_later_ones_those_of_the_call(
+    local: bool, dtype: torch.dtype | None
+) -> None:
     net = sharded(build())
-    source, optimizer = weight_source(net, dtype=torch.bfloat16), adamw(net.parameters())
+    source, optimizer = weight_source(net, dtype=dtype), adamw(net.parameters())
 
     def values() -> list[tuple[str, torch.Tensor]]:
         return list(source.iter_local() if local else source.iter_full())
 
     def expected() -> Full:
         whole, metas = full_parameters(net), {meta.name: meta for meta in source.metadata}
-        return {
-            name: (piece(value, metas[name], dist.get_rank()) if local else value).bfloat16()
-            for name, value in whole.items()
-        }
+        cast = {name: value.to(dtype or value.dtype) for name, value in whole.items()}
+        if local:
+            cast = {n: piece(value, metas[n], dist.get_rank()) for n, value in cast.items()}
+        return cast
 
     pinned, found = expected(), list[tuple[str, torch.Tensor]]()
     source.pin(local=local)

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from checkpoint.saved import saved_for_all
 from fullshard.checkpoint import (
     LoadOptions,
     SaveOptions,
@@ -31,28 +32,23 @@ from support.weights import saved, values_of
 STATE = {"weight": torch.ones(4, 3), "bias": torch.ones(4)}
 
 
-def _cut_short(folder: Path) -> None:
-    file = saved(folder, STATE) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
+def _changed(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Change what is in the one file."""
+
+    def write(folder: Path) -> None:
+        file = saved(folder, STATE) / "model.safetensors"
+        file.write_bytes(change(file.read_bytes()))
+
+    return write
 
 
-def _cut_in_the_header(folder: Path) -> None:
-    file = saved(folder, STATE) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:40])
+def _two_files(change: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Change a set of two files and an index."""
 
+    def write(folder: Path) -> None:
+        change(saved(folder, STATE, files=2))
 
-def _empty(folder: Path) -> None:
-    (saved(folder, STATE) / "model.safetensors").write_bytes(b"")
-
-
-def _no_safetensors(folder: Path) -> None:
-    content = b"\x10" + b"\0" * 7 + b"pickled weights!" * 9
-    (saved(folder, STATE) / "model.safetensors").write_bytes(content)
-
-
-def _too_long(folder: Path) -> None:
-    with (saved(folder, STATE) / "model.safetensors").open("ab") as file:
-        file.write(b"more")
+    return write
 
 
 def _with_header(header: str, nbytes: int) -> Callable[[Path], None]:
@@ -77,36 +73,28 @@ def _nothing(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
 
 
-def _no_index(folder: Path) -> None:
-    (saved(folder, STATE, files=2) / "model.safetensors.index.json").unlink()
+_cut_short = _changed(lambda content: content[:-1])
+_cut_in_the_header = _changed(lambda content: content[:40])
+_no_safetensors = _changed(lambda _: b"\x10" + b"\0" * 7 + b"pickled weights!" * 9)
+INDEX = "model.safetensors.index.json"
 
 
-def _missing_file(folder: Path) -> None:
-    (saved(folder, STATE, files=2) / "model-00002-of-00002.safetensors").unlink()
-
-
-def _index_of_another_set(folder: Path) -> None:
-    index = saved(folder, STATE, files=2) / "model.safetensors.index.json"
-    told = json.loads(index.read_text())
+def _name_another_file(folder: Path) -> None:
+    told = json.loads((folder / INDEX).read_text())
     told["weight_map"]["extra"] = "model-00001-of-00002.safetensors"
-    index.write_text(json.dumps(told))
+    (folder / INDEX).write_text(json.dumps(told))
 
 
-def _index_that_leaves_the_folder(folder: Path) -> None:
-    index = saved(folder, STATE, files=2) / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"weight": "../other.safetensors"}}))
-
-
-def _index_without_a_map(folder: Path) -> None:
-    (saved(folder, STATE, files=2) / "model.safetensors.index.json").write_text("[]")
+def _leave_the_folder(folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"weight": "../other.safetensors"}}))
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "cut short; copy it again|is cut short, or has too much": _cut_short,
     "its header has": _cut_in_the_header,
-    "has 0 bytes": _empty,
+    "has 0 bytes": _changed(lambda _: b""),
     "no header as safetensors files have": _no_safetensors,
-    "or has too much": _too_long,
+    "or has too much": _changed(lambda content: content + b"more"),
     "belongs to no tensor": _a_hole,
     "names a twice": _with_header(
         '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
@@ -123,11 +111,15 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     ),
     "weight is I8 in": _quantised,
     "holds no safetensors file": _nothing,
-    "bring the index": _no_index,
-    "names model-00002-of-00002.safetensors, which are missing": _missing_file,
-    "says that model-00001-of-00002.safetensors holds extra": _index_of_another_set,
-    "which is not a file beside it": _index_that_leaves_the_folder,
-    "is no index of safetensors files": _index_without_a_map,
+    "bring the index": _two_files(lambda folder: (folder / INDEX).unlink()),
+    "names model-00002-of-00002.safetensors, which are missing": _two_files(
+        lambda folder: (folder / "model-00002-of-00002.safetensors").unlink()
+    ),
+    "says that model-00001-of-00002.safetensors holds extra": _two_files(_name_another_file),
+    "which is not a file beside it": _two_files(_leave_the_folder),
+    "is no index of safetensors files": _two_files(
+        lambda folder: (folder / INDEX).write_text("[]")
+    ),
 }
 
 
@@ -192,9 +184,7 @@ def test_ranks_that_see_other_files_raise_instead_of_waiting(tmp_path: Path) -> 
 @distributed(2)
 def test_a_file_that_fails_while_it_is_read_raises_on_every_rank(dim: int, tmp_path: Path) -> None:
     rank = dist.get_rank()
-    if rank == 0:
-        saved(tmp_path, {"weight": torch.ones(64, 64)})
-    dist.barrier()
+    saved_for_all(tmp_path, {"weight": torch.ones(64, 64)})
     model = nn.Linear(64, 64, bias=False)
     fully_shard(model, shard_placement_fn=lambda param: Shard(dim))
 
@@ -212,9 +202,7 @@ def test_a_file_that_fails_while_it_is_read_raises_on_every_rank(dim: int, tmp_p
 
 @distributed(2)
 def test_a_shard_that_its_mesh_does_not_fit_is_named(tmp_path: Path) -> None:
-    if dist.get_rank() == 0:
-        saved(tmp_path, {"weight": torch.ones(4, 3)})
-    dist.barrier()
+    saved_for_all(tmp_path, {"weight": torch.ones(4, 3)})
     ragged = DTensor.from_local(
         torch.zeros(1 + 2 * dist.get_rank(), 3),
         cpu_mesh(),
@@ -234,9 +222,7 @@ def test_a_shard_that_its_mesh_does_not_fit_is_named(tmp_path: Path) -> None:
 
 @distributed(2)
 def test_in_the_middle_of_a_step_neither_loads_nor_saves(tmp_path: Path) -> None:
-    if dist.get_rank() == 0:
-        saved(tmp_path, STATE)
-    dist.barrier()
+    saved_for_all(tmp_path, STATE)
     model = fully_shard(nn.Linear(3, 4))
     said = []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from checkpoint.saved import saved_for_all
 from fullshard.checkpoint import LoadOptions, LoadReport, MismatchError, Rule, load_safetensors
 from fullshard.checkpoint.weights import load
 from fullshard.policies import OffloadPolicy
@@ -78,107 +78,75 @@ def test_a_plain_model_is_loaded_without_ranks_and_counts_all_bytes(tmp_path: Pa
     assert report.bytes_from_device is None or report.bytes_from_device >= 0
 
 
-def _along(dim: int, param: nn.Parameter) -> Shard:
-    return Shard(dim)
-
-
-def wide(rows: int = 64, columns: int = 32) -> Held:
-    return Held({"weight": torch.randn(rows, columns)})
-
-
-def _requested(
-    shape: tuple[int, ...], dim: int, options: LoadOptions, folder: Path
+def _reports(
+    folder: Path,
+    mesh: tuple[int, ...],
+    matrix: tuple[int, int],
+    dim: int | None = 0,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> list[LoadReport]:
+    """Loads a matrix, on threads that cut it along ``dim`` or copy it; the reports of the ranks."""
+
     def body(rank: ThreadRank) -> LoadReport:
-        model = wide()
-        mesh = init_device_mesh("cpu", shape)
-        fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(dim))
-        report = load_safetensors(model, folder, options=options)
-        _assert_same(model, state)
+        model = Held({"weight": torch.randn(matrix)})
+        if dim is None:
+            replicate(model, mesh=init_device_mesh("cpu", mesh))
+        else:
+            fully_shard(
+                model, mesh=init_device_mesh("cpu", mesh), shard_placement_fn=lambda _: Shard(dim)
+            )
+        report = load_safetensors(model, folder, options=LoadOptions(**options))
+        _assert_same(model, {"weight": weight.float()})
         return report
 
-    state = {"weight": torch.randn(64, 32)}
-    saved(folder, {"weight": state["weight"].to(torch.bfloat16)})
-    state = {"weight": state["weight"].to(torch.bfloat16).float()}
-    return run_program_on_threads(body, torch.Size(shape).numel())
+    weight = torch.randn(matrix).to(dtype)
+    saved(folder, {"weight": weight})
+    return run_program_on_threads(body, torch.Size(mesh).numel())
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_rank_requests_its_share_in_the_dtype_of_the_file_whichever_dim_is_cut(
     dim: int, tmp_path: Path
 ) -> None:
-    for report in _requested((4,), dim, SMALL, tmp_path):
+    for report in _reports(tmp_path, (4,), (64, 32), dim, torch.bfloat16, buffer_bytes=1024):
         assert report.bytes_requested == report.bytes_needed == 64 * 32 * 2 // 4
 
 
 def test_alone_a_rank_requests_the_gaps_between_short_runs_too(tmp_path: Path) -> None:
-    options = LoadOptions(buffer_bytes=1024, read_together=False)
-    for report in _requested((4,), 1, options, tmp_path):
+    options: dict[str, Any] = {"buffer_bytes": 1024, "read_together": False}
+    for report in _reports(tmp_path, (4,), (64, 32), 1, torch.bfloat16, **options):
         assert report.bytes_needed == 64 * 32 * 2 // 4
         assert report.bytes_needed < report.bytes_requested <= 64 * 32 * 2
 
 
 def test_long_runs_are_requested_one_by_one_by_the_rank_that_needs_them(tmp_path: Path) -> None:
-    state = {"weight": torch.randn(3, 2 * 4096)}
-    saved(tmp_path, state)
-
-    def body(rank: ThreadRank) -> None:
-        model = wide(3, 2 * 4096)
-        mesh = init_device_mesh("cpu", (2,))
-        fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(1))
-        report = load_safetensors(model, tmp_path, options=LoadOptions(buffer_bytes=40_000))
+    for report in _reports(tmp_path, (2,), (3, 2 * 4096), 1, buffer_bytes=40_000):
         assert report.bytes_requested == 3 * 4096 * 4
-        _assert_same(model, state)
-
-    run_program_on_threads(body, 2)
 
 
 @pytest.mark.parametrize("replicas_read", [False, True])
 def test_one_replica_reads_and_sends_or_all_read(replicas_read: bool, tmp_path: Path) -> None:
-    state = {"weight": torch.randn(256, 64)}
-    saved(tmp_path, state)
-    options = LoadOptions(buffer_bytes=4096, replicas_read=replicas_read)
-
-    def body(rank: ThreadRank) -> int:
-        model = wide(256, 64)
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2)))
-        report = load_safetensors(model, tmp_path, options=options)
-        _assert_same(model, state)
-        return report.bytes_requested
-
+    options: dict[str, Any] = {"buffer_bytes": 4096, "replicas_read": replicas_read}
+    reports = _reports(tmp_path, (2, 2), (256, 64), **options)
     half = 256 * 64 * 4 // 2
     expected = [half] * 4 if replicas_read else [half, half, 0, 0]
-    assert run_program_on_threads(body, 4) == expected
+    assert [report.bytes_requested for report in reports] == expected
 
 
-def test_replicas_agree_on_who_reads_where_the_last_shard_is_small(tmp_path: Path) -> None:
-    state = {"weight": torch.randn(5, 4000)}  # shards of 3 and 2 rows: one above 16 KiB, all so
-    saved(tmp_path, state)
-
-    def body(rank: ThreadRank) -> None:
-        for dim in (0, 1):
-            model = wide(5, 4000)
-            mesh = init_device_mesh("cpu", (2, 3))
-            fully_shard(model, mesh=mesh, shard_placement_fn=partial(_along, dim))
-            load_safetensors(model, tmp_path, options=LoadOptions(buffer_bytes=2048))
-            _assert_same(model, state)
-
-    run_program_on_threads(body, 6)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_replicas_agree_on_who_reads_where_the_last_shard_is_small(
+    dim: int, tmp_path: Path
+) -> None:
+    # shards of 3 and 2 rows: one above 16 KiB, all so
+    _reports(tmp_path, (2, 3), (5, 4000), dim, buffer_bytes=2048)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_parameters_of_replicate_are_read_by_one_rank(world: int, tmp_path: Path) -> None:
-    state = {"weight": torch.randn(256, 64)}
-    saved(tmp_path, state)
-
-    def body(rank: ThreadRank) -> int:
-        model = wide(256, 64)
-        replicate(model, mesh=init_device_mesh("cpu", (world,)))
-        report = load_safetensors(model, tmp_path)
-        _assert_same(model, state)
-        return report.bytes_requested
-
-    assert run_program_on_threads(body, world) == [256 * 64 * 4] + [0] * (world - 1)
+    reports = _reports(tmp_path, (world,), (256, 64), dim=None)
+    expected = [256 * 64 * 4] + [0] * (world - 1)
+    assert [report.bytes_requested for report in reports] == expected
 
 
 def pair() -> Any:
@@ -190,9 +158,7 @@ def pair() -> Any:
 def test_tensor_parallel_parameters_cut_a_second_time(dim: int, tmp_path: Path) -> None:
     torch.manual_seed(3)
     plain = pair()
-    if torch.distributed.get_rank() == 0:
-        saved(tmp_path, dict(plain.state_dict()))
-    torch.distributed.barrier()
+    saved_for_all(tmp_path, dict(plain.state_dict()))
     mesh = cpu_mesh((2, 2), ("dp", "tp"))
     model = pair()
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -213,9 +179,7 @@ def test_training_goes_on_as_the_plain_models_with_an_optimizer_built_before(
 ) -> None:
     torch.manual_seed(1)
     plain, start = Assorted(), Assorted()
-    if torch.distributed.get_rank() == 0:
-        saved(tmp_path, untied(plain), 2)
-    torch.distributed.barrier()
+    saved_for_all(tmp_path, untied(plain), 2)
     model = shard_assorted(start, cpu_mesh())
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, plain)]
     tokens = torch.arange(11)[None]
@@ -235,9 +199,7 @@ def test_training_goes_on_as_the_plain_models_with_an_optimizer_built_before(
 
 @distributed(2)
 def test_an_optimizer_built_on_the_meta_device_steps_what_was_loaded(tmp_path: Path) -> None:
-    if torch.distributed.get_rank() == 0:
-        saved(tmp_path, {"weight": torch.ones(4, 3), "bias": torch.ones(4)})
-    torch.distributed.barrier()
+    saved_for_all(tmp_path, {"weight": torch.ones(4, 3), "bias": torch.ones(4)})
     with torch.device("meta"):
         model = fully_shard(nn.Linear(3, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -249,9 +211,7 @@ def test_an_optimizer_built_on_the_meta_device_steps_what_was_loaded(tmp_path: P
 
 @distributed(2)
 def test_parameters_left_full_after_forward_are_not_used_with_old_values(tmp_path: Path) -> None:
-    if torch.distributed.get_rank() == 0:
-        saved(tmp_path, {"weight": torch.ones(4, 3), "bias": torch.zeros(4)})
-    torch.distributed.barrier()
+    saved_for_all(tmp_path, {"weight": torch.ones(4, 3), "bias": torch.zeros(4)})
     model: Any = fully_shard(nn.Linear(3, 4), reshard_after_forward=False)
     x = torch.ones(1, 3)
     with torch.no_grad():
@@ -265,9 +225,7 @@ def test_parameters_left_full_after_forward_are_not_used_with_old_values(tmp_pat
 
 @distributed(2)
 def test_offloaded_shards_are_given_memory_on_the_cpu(tmp_path: Path) -> None:
-    if torch.distributed.get_rank() == 0:
-        saved(tmp_path, {"weight": torch.ones(4, 3), "bias": torch.zeros(4)})
-    torch.distributed.barrier()
+    saved_for_all(tmp_path, {"weight": torch.ones(4, 3), "bias": torch.zeros(4)})
     with torch.device("meta"):
         model = nn.Linear(3, 4)
     fully_shard(model, offload_policy=OffloadPolicy())
@@ -279,9 +237,7 @@ def test_offloaded_shards_are_given_memory_on_the_cpu(tmp_path: Path) -> None:
 @distributed(2)
 def test_from_the_meta_device_in_a_dtype_of_its_own(tmp_path: Path) -> None:
     value = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    if torch.distributed.get_rank() == 0:
-        saved(tmp_path, {"weight": value, "bias": torch.zeros(4)})
-    torch.distributed.barrier()
+    saved_for_all(tmp_path, {"weight": value, "bias": torch.zeros(4)})
     with torch.device("meta"):
         model = nn.Linear(3, 4)
     fully_shard(model)
@@ -379,7 +335,7 @@ def test_host_memory_beyond_the_shards_is_one_buffer(tmp_path: Path) -> None:
     for dim in (0, 1):
 
         def body(rank: ThreadRank, dim: int = dim) -> None:
-            model = wide(512, 1024)
+            model = Held({"weight": torch.randn(512, 1024)})
             mesh = init_device_mesh("cpu", (2,))
             fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(dim))
             load_safetensors(model, tmp_path, options=LoadOptions(buffer_bytes=64 * 1024))
