@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -49,18 +49,22 @@ def play(turn: RingTurn, ends: list[int], name: int, turns: int, seen: list[str]
     end_of(ends)
 
 
-@pytest.mark.timeout(30)
-def test_turns_go_round_and_nobody_plays_in_anothers() -> None:
-    seen: list[str] = []
+def all_play(run: Callable[[RingTurn, list[int], int], None]) -> None:
+    """Three threads at once, each with its turn and its number."""
     with turns_of(3) as turns:
         players = [
-            threading.Thread(target=play, args=(turn, ends, name, 4, seen))
-            for name, (turn, ends) in enumerate(turns)
+            threading.Thread(target=run, args=(*turn, name)) for name, turn in enumerate(turns)
         ]
         for player in reversed(players):
             player.start()
         for player in players:
             player.join()
+
+
+@pytest.mark.timeout(30)
+def test_turns_go_round_and_nobody_plays_in_anothers() -> None:
+    seen: list[str] = []
+    all_play(lambda turn, ends, name: play(turn, ends, name, 4, seen))
     assert seen == [f"{name} {what}" for name in (0, 1, 2) for what in ("begins", "ends")] * 4
 
 
@@ -68,15 +72,7 @@ def test_turns_go_round_and_nobody_plays_in_anothers() -> None:
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_nobody_waits_for_one_that_is_gone(gone: int) -> None:
     seen: list[str] = []
-    with turns_of(3) as turns:
-        players = [
-            threading.Thread(target=play, args=(turn, ends, name, 1 if name == gone else 4, seen))
-            for name, (turn, ends) in enumerate(turns)
-        ]
-        for player in players:
-            player.start()
-        for player in players:
-            player.join()
+    all_play(lambda turn, ends, name: play(turn, ends, name, 1 if name == gone else 4, seen))
     assert [seen.count(f"{name} ends") for name in range(3)] == [
         1 if name == gone else 4 for name in range(3)
     ]
@@ -94,15 +90,7 @@ def test_each_round_begins_with_another_process() -> None:
                         seen.append(name)
         end_of(ends)
 
-    with turns_of(3) as turns:
-        players = [
-            threading.Thread(target=play_rounds, args=(*turn, name))
-            for name, turn in enumerate(turns)
-        ]
-        for player in players:
-            player.start()
-        for player in players:
-            player.join()
+    all_play(play_rounds)
     rounds = [seen[at : at + 6] for at in range(0, len(seen), 6)]
     assert rounds == [[0, 1, 2] * 2, [1, 2, 0] * 2, [2, 0, 1] * 2] * 2
 

@@ -37,6 +37,14 @@ def sharded(groups: ReplicaGroups, mesh: Any, *, seed: int, **options: Any) -> N
     return model
 
 
+def carried(groups: ReplicaGroups, mesh: Any, *, seed: int, **options: Any) -> tuple[Any, Any]:
+    """A model and its optimizer that the groups carry."""
+    model = sharded(groups, mesh, seed=seed, **options)
+    optimizer = make_optimizer(model)
+    groups.carry(model, optimizer)
+    return model, optimizer
+
+
 def defined(sizes: list[int], first: int, *, average: bool) -> dict[str, torch.Tensor]:
     """The gradients of the unsharded model that the groups ``first`` and on contribute."""
     total: dict[str, torch.Tensor] = {}
@@ -62,9 +70,7 @@ def full(tensor: Any) -> torch.Tensor:
 @distributed(3)
 def test_gradients_are_those_of_the_unsharded_model(sizes: list[int], average: bool) -> None:
     with replica_groups(sizes, average=average) as (groups, mesh, own):
-        model = sharded(groups, mesh, seed=0)
-        optimizer = make_optimizer(model)
-        groups.carry(model, optimizer)
+        model, optimizer = carried(groups, mesh, seed=0)
         # The first step brings all groups to one state; the second one has all gradients.
         for expected in ((0,), tuple(range(len(sizes)))):
             step = groups.begin()
@@ -94,9 +100,7 @@ def test_narrow_gradients_are_near_those_of_the_unsharded_model(form: str) -> No
             options["wire"] = WirePolicy(reductions=torch.bfloat16)
         if form == "reduce dtype":
             options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-        model: Any = sharded(groups, mesh, seed=0, **options)
-        optimizer = make_optimizer(model)
-        groups.carry(model, optimizer)
+        model, optimizer = carried(groups, mesh, seed=0, **options)
         for _ in range(2):
             groups.begin()
             optimizer.zero_grad()
@@ -136,9 +140,7 @@ def test_the_first_sum_is_under_way_before_the_last_backward_begins() -> None:
 def test_a_backward_that_raises_drops_the_step_on_all_groups() -> None:
     sizes = [1, 2]
     with replica_groups(sizes, timeout=3.0) as (groups, mesh, own):
-        model = sharded(groups, mesh, seed=own)
-        optimizer = make_optimizer(model)
-        groups.carry(model, optimizer)
+        model, optimizer = carried(groups, mesh, seed=own)
         before = [full(each).clone() for each in model.parameters()]
         groups.begin()
         if own == 1:
@@ -169,8 +171,7 @@ def test_a_rank_that_cannot_connect_drops_the_step_on_all_groups_at_once() -> No
         patch("fullshard.elastic.groups.Links", connect),
         replica_groups([2, 2], timeout=300.0) as (groups, mesh, own),
     ):
-        model = sharded(groups, mesh, seed=0)
-        groups.carry(model, make_optimizer(model))
+        model, _ = carried(groups, mesh, seed=0)
         groups.load_state_dict({"steps": 0, "batches": 0, "lineage": "of both"})
         committed: list[bool] = []
         while not any(committed):
@@ -202,9 +203,7 @@ def _trained(*, exports: bool) -> list[torch.Tensor]:
     """The parameters after two steps, in whose forwards and backwards the state is exported."""
     calls: list[Any] = []
     with replica_groups([3]) as (groups, mesh, own):
-        model = sharded(groups, mesh, seed=0)
-        optimizer = make_optimizer(model)
-        groups.carry(model, optimizer)
+        model, optimizer = carried(groups, mesh, seed=0)
         state = groups._state
         assert state is not None
 
@@ -271,9 +270,7 @@ def test_a_group_of_other_size_receives_all_state_of_the_run() -> None:
 def test_numbers_of_all_groups_are_added_and_the_first_ones_decide() -> None:
     sizes = [2, 1]
     with replica_groups(sizes) as (groups, mesh, own):
-        model = sharded(groups, mesh, seed=0)
-        optimizer = make_optimizer(model)
-        groups.carry(model, optimizer)
+        model, _ = carried(groups, mesh, seed=0)
         for contributors in (1, 2):
             groups.begin()
             loss_of(model, own, mesh.get_local_rank(), sizes[own]).backward()
@@ -298,9 +295,7 @@ def test_waits_for_other_ranks_and_groups_are_not_own_time() -> None:
         return waits
 
     with replica_groups([2]) as (groups, mesh, _):
-        model = sharded(groups, mesh, seed=0)
-        optimizer = make_optimizer(model)
-        groups.carry(model, optimizer)
+        model, optimizer = carried(groups, mesh, seed=0)
         with (
             patch.object(InWorld, "quorum", late(quorum)),
             patch.object(InWorld, "agree", late(agree)),
@@ -378,8 +373,7 @@ def _on_two_axes(own: int, sizes: list[int], placements: Any) -> Any:
 def test_groups_with_other_meshes_are_named_before_any_reduction() -> None:
     with replica_groups([2, 2]) as (groups, mesh, own):
         made = [_on_two_axes(place, [2, 2], None)[0] for place in (0, 1)]  # by all ranks
-        model = sharded(groups, made[0] if own == 0 else mesh, seed=0)
-        groups.carry(model, make_optimizer(model))
+        carried(groups, made[0] if own == 0 else mesh, seed=0)
         with pytest.raises(
             ReplicaGroupError, match=r"a of 2 ranks over ranks \[0, 1\] as \(2, 1\)"
         ):
@@ -397,9 +391,7 @@ def test_groups_with_equal_meshes_of_two_axes_add_what_the_unsharded_model_has(
         meshes = [_on_two_axes(place, sizes, placements) for place in (0, 1)]
         mesh, placed = meshes[own]
         options = {} if placed is None else {"placements": placed}
-        model: Any = sharded(groups, mesh, seed=0, **options)
-        optimizer = make_optimizer(model)
-        groups.carry(model, optimizer)
+        model, optimizer = carried(groups, mesh, seed=0, **options)
         rank = dist.get_rank() % 4
         for contributors in (1, 2):
             step = groups.begin()
@@ -415,8 +407,7 @@ def test_groups_with_equal_meshes_of_two_axes_add_what_the_unsharded_model_has(
 
 def _reduces_fewer(sizes: list[int]) -> str:
     with replica_groups(sizes, timeout=3.0) as (groups, mesh, own):
-        model = sharded(groups, mesh, seed=0)
-        groups.carry(model, make_optimizer(model))
+        model, _ = carried(groups, mesh, seed=0)
         groups.begin()
         loss = loss_of(model, own, 0, 1)
         try:

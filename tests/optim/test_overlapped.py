@@ -87,6 +87,19 @@ def run_plainly(
     return norms
 
 
+def assert_stepped_alike(
+    mine: nn.Module,
+    theirs: nn.Module,
+    make: Callable[[nn.Module], Optimizer] = adamw,
+    micro_batches: int = 1,
+) -> None:
+    """Training with steps beside backward is that with the wrapped optimizer, to the bit."""
+    one, other = OverlappedStep(make(mine), mine), make(theirs)
+    run(mine, one, micro_batches=micro_batches)
+    run_plainly(theirs, other, micro_batches=micro_batches)
+    assert_equal_runs(mine, one, theirs, other)
+
+
 MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adamw": adamw,
     "fused": lambda model: adamw(model, fused=True),
@@ -104,10 +117,7 @@ def test_steps_equal_those_of_the_wrapped_optimizer_to_the_bit(
     name: str, micro_batches: int
 ) -> None:
     mine, theirs = apart(build(), **OFFLOAD), sharded(build(), **OFFLOAD)
-    one, other = OverlappedStep(MAKERS[name](mine), mine), MAKERS[name](theirs)
-    run(mine, one, micro_batches=micro_batches)
-    run_plainly(theirs, other, micro_batches=micro_batches)
-    assert_equal_runs(mine, one, theirs, other)
+    assert_stepped_alike(mine, theirs, MAKERS[name], micro_batches)
 
 
 @pytest.mark.device(paces=True)
@@ -204,11 +214,7 @@ SHARDINGS: dict[str, Callable[[Net], Net]] = {
 @pytest.mark.parametrize("name", SHARDINGS)
 @distributed(2)
 def test_any_sharding_is_stepped_as_by_the_wrapped_optimizer(name: str) -> None:
-    mine, theirs = SHARDINGS[name](build()), SHARDINGS[name](build())
-    one, other = OverlappedStep(adamw(mine), mine), adamw(theirs)
-    run(mine, one)
-    run_plainly(theirs, other)
-    assert_equal_runs(mine, one, theirs, other)
+    assert_stepped_alike(SHARDINGS[name](build()), SHARDINGS[name](build()))
 
 
 @distributed(2)
@@ -233,10 +239,7 @@ def test_gradients_of_one_reduction_may_be_stepped_apart() -> None:
 def test_a_policy_that_steps_on_the_device_may_overlap_too() -> None:
     policy = CPUOffloadPolicy(optimizer_state=False)
     mine, theirs = apart(build(), offload_policy=policy), sharded(build(), offload_policy=policy)
-    one, other = OverlappedStep(adamw(mine), mine), adamw(theirs)
-    run(mine, one)
-    run_plainly(theirs, other)
-    assert_equal_runs(mine, one, theirs, other)
+    assert_stepped_alike(mine, theirs)
 
 
 @distributed(2)

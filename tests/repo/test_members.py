@@ -98,14 +98,6 @@ def test_a_member_declares_each_sibling_it_imports(member: Member) -> None:
     assert imported <= set(_requirements(member))
 
 
-def test_the_console_script_names_a_function_of_the_trainer() -> None:
-    (trainer,) = (member for member in MEMBERS if member.name == "fullshard-train")
-    target = trainer.metadata["scripts"]["fullshard-train"]
-    module, function = target.split(":")
-    (found,) = (each for each in trainer.modules() if each.name == module)
-    assert function in {getattr(node, "name", None) for node in found.tree.body}
-
-
 def test_every_tool_and_dependency_has_one_pinned_version() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))

@@ -195,17 +195,3 @@ def test_code_written_for_torch_gives_the_same_numbers_with_one_import_line_chan
             if isinstance(module, fsdp.FSDPModule | torch_fsdp.FSDPModule):
                 module.reshard()
     assert_equal_state(full_parameters(our_net), full_parameters(their_net))
-
-
-@distributed(2, 4, matrix=[4])
-def test_the_state_dicts_are_interchangeable_with_torchs() -> None:
-    _, ours = _train_with(fsdp, None, None)
-    _, theirs = _train_with(torch_fsdp, True, None)
-    assert_equal_state(ours.state_dict(), theirs.state_dict())
-    _, fresh = _train_with(fsdp, True, None)
-    with torch.no_grad():
-        for param in fresh.parameters():
-            param.zero_()
-    fresh.load_state_dict(theirs.state_dict())
-    assert_equal_state(fresh.state_dict(), theirs.state_dict())
-    theirs.load_state_dict(ours.state_dict())

@@ -121,13 +121,8 @@ def test_gradients_are_whole_and_written_back_with_the_parameters(
     for front in (OURS, TORCH):
         model = front.wrapped(sharding_strategy=strategy)
         loss_of(model(rows(0))).backward()
-        with quiet(), front.module.summon_full_params(model, with_grads=True, writeback=writeback):
-            inside = {name: param.grad.clone() for name, param in model.named_parameters()}
-            for param in model.parameters():
-                param.grad.mul_(2)
-        with quiet(), front.module.summon_full_params(model, with_grads=True):
-            after = {name: param.grad.clone() for name, param in model.named_parameters()}
-        found.append((inside, after))
+        inside = _whole_gradients(front, model, factor=2, writeback=writeback)
+        found.append((inside, _whole_gradients(front, model)))
     net = build()
     mean_gradients(net)
     same = up_to_order if strategy == "NO_SHARD" else equal
@@ -153,20 +148,23 @@ def test_gradients_are_whole_between_a_forward_and_its_backward(
         model = front.wrapped(sharding_strategy=strategy)
         loss_of(model(rows(0))).backward()
         loss = loss_of(model(rows(1)))
-        arguments = {"with_grads": True, "offload_to_cpu": offload and front is OURS}
-        with quiet(), front.module.summon_full_params(model, **arguments):
-            inside = {name: param.grad.clone() for name, param in model.named_parameters()}
-            for param in model.parameters():
-                param.grad.mul_(2)
+        on_cpu = offload and front is OURS
+        inside = _whole_gradients(front, model, factor=2, offload_to_cpu=on_cpu)
         loss.backward()
         found.append((inside, _whole_gradients(front, model)))
     up_to_order(found[0][0], found[1][0])
     close(found[0][1], found[1][1])
 
 
-def _whole_gradients(front: Front, model: Any) -> dict[str, torch.Tensor]:
-    with quiet(), front.module.summon_full_params(model, with_grads=True, writeback=False):
-        return {name: param.grad.clone() for name, param in model.named_parameters()}
+def _whole_gradients(
+    front: Front, model: Any, *, factor: int = 1, **arguments: bool
+) -> dict[str, torch.Tensor]:
+    """The gradients, which are multiplied by ``factor`` in the end."""
+    with quiet(), front.module.summon_full_params(model, with_grads=True, **arguments):
+        found = {name: param.grad.clone() for name, param in model.named_parameters()}
+        for param in model.parameters():
+            param.grad.mul_(factor)
+    return found
 
 
 @pytest.mark.cross
@@ -182,10 +180,8 @@ def test_gradients_that_are_not_reduced_yet_are_shown_and_survive(
         loss_of(model(rows(0))).backward()
         with model.no_sync():
             loss_of(model(rows(1))).backward()
-        with quiet(), front.module.summon_full_params(model, with_grads=True, writeback=writeback):
-            inside = {name: param.grad.clone() for name, param in model.named_parameters()}
-            for param in model.parameters() if writeback else ():
-                param.grad.mul_(2)
+        factor = 2 if writeback else 1
+        inside = _whole_gradients(front, model, factor=factor, writeback=writeback)
         loss_of(model(rows(2))).backward()
         found.append((inside, _whole_gradients(front, model)))
     close(found[0], found[1])
