@@ -9,6 +9,7 @@ import mmap
 import os
 import pickle
 import re
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -44,8 +45,7 @@ from fullshard.sharding import fully_shard
 from support.optim.offloaded import PROGRAMS, adamw, assert_equal_runs, part
 from support.optim.wide import Wide
 from support.parity.compare import full
-from support.python import run_python
-from support.ranks import cpu_mesh, distributed
+from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
 from support.surface.model import batch, build, sharded, train
 from support.surface.ranks import everyone
 
@@ -602,17 +602,17 @@ def test_extents_keep_their_bytes_apart_and_join_for_one_call(direct: bool, tmp_
         file.reserve(2 << 20)
 
 
+def _killed_with_state(folder: Path) -> None:
+    model = nn.Linear(64, 64)
+    optimizer = OffloadedOptimizer(adamw(model), FileTier(folder))
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    assert optimizer.statistics.bytes_written > 0
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
-    program = (
-        "import os, signal, sys, torch\n"
-        "from fullshard.optim import FileTier, OffloadedOptimizer\n"
-        "model = torch.nn.Linear(64, 64)\n"
-        "tier = FileTier(sys.argv[1])\n"
-        "optimizer = OffloadedOptimizer(torch.optim.AdamW(model.parameters()), tier)\n"
-        "model(torch.ones(1, 64)).sum().backward()\n"
-        "optimizer.step()\n"
-        "assert optimizer.statistics.bytes_written > 0\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    run_python("-c", program, tmp_path, code=-9)
+    with pytest.raises(RanksFailed) as ended:
+        run_on_ranks(_killed_with_state, 1, tmp_path, fresh=True)
+    assert ended.value.exit_codes == {0: -signal.SIGKILL}
     assert list(tmp_path.iterdir()) == []
