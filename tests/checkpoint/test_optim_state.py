@@ -43,17 +43,13 @@ class _Own(torch.optim.Adam):
     """Steps on ``DTensor``: fullshard does not know what a class of one's own does."""
 
 
-def _own(params: Any) -> torch.optim.Optimizer:
-    return _Own(params, lr=0.1)
-
-
 OPTIMIZERS: dict[str, Optim] = {
     "AdamW": adamw,
     "SGD with momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "SGD, which has no state": lambda params: torch.optim.SGD(params, lr=0.1),
     "AMSGrad": lambda params: torch.optim.Adam(params, lr=0.1, amsgrad=True),
     "NAdam": lambda params: torch.optim.NAdam(params, lr=0.1),
-    "a class of one's own": _own,
+    "a class of one's own": lambda params: _Own(params, lr=0.1),
 }
 
 

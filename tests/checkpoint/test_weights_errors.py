@@ -65,14 +65,6 @@ def _with_header(header: str, nbytes: int) -> Callable[[Path], None]:
 _a_hole = _with_header('{"weight":{"dtype":"F32","shape":[4,3],"data_offsets":[4,52]}}', 52)
 
 
-def _quantised(folder: Path) -> None:
-    saved(folder, {**STATE, "weight": torch.ones(4, 3, dtype=torch.int8)})
-
-
-def _nothing(folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-
-
 _cut_short = _changed(lambda content: content[:-1])
 _cut_in_the_header = _changed(lambda content: content[:40])
 _no_safetensors = _changed(lambda _: b"\x10" + b"\0" * 7 + b"pickled weights!" * 9)
@@ -89,7 +81,7 @@ def _leave_the_folder(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": {"weight": "../other.safetensors"}}))
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
+DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut short; copy it again|is cut short, or has too much": _cut_short,
     "its header has": _cut_in_the_header,
     "has 0 bytes": _changed(lambda _: b""),
@@ -109,8 +101,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
         '"bias":{"dtype":"F32","shape":[4],"data_offsets":[6,22]}}',
         22,
     ),
-    "weight is I8 in": _quantised,
-    "holds no safetensors file": _nothing,
+    "weight is I8 in": lambda folder: saved(folder, {**STATE, "weight": torch.ones(4, 3).char()}),
+    "holds no safetensors file": lambda folder: folder.mkdir(exist_ok=True),
     "bring the index": _two_files(lambda folder: (folder / INDEX).unlink()),
     "names model-00002-of-00002.safetensors, which are missing": _two_files(
         lambda folder: (folder / "model-00002-of-00002.safetensors").unlink()

@@ -39,10 +39,6 @@ class Case:
     files: Callable[[State], State]
 
 
-def _transposed(state: State) -> State:
-    return {"w": state["w"].T.contiguous()}
-
-
 def _qkv_apart(state: State) -> State:
     q, k, v = state["qkv"].split([8, 2, 2])
     return {"q": q.clone(), "k": k.clone(), "v": v.clone()}
@@ -82,7 +78,11 @@ CASES = {
         {"a": (5, 3), "b": ()},
         lambda state: {f"model.{name}": value for name, value in state.items()},
     ),
-    "transpose": Case([Rule("w", "w", transpose=(0, 1))], {"w": (7, 5)}, _transposed),
+    "transpose": Case(
+        [Rule("w", "w", transpose=(0, 1))],
+        {"w": (7, 5)},
+        lambda state: {"w": state["w"].T.contiguous()},
+    ),
     "fuse with parts": Case(
         [Rule("qkv", ("q", "k", "v"), parts=(4, 1, 1))], {"qkv": (12, 5)}, _qkv_apart
     ),

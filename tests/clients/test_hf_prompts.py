@@ -120,10 +120,6 @@ def test_a_template_without_marks_gives_what_one_with_marks_does(tmp_path: Path,
     assert _ours(tmp_path / "base", everything=True) == [(tokens, tokens) for tokens, _ in found]
 
 
-def _run(config: Any, folder: Path) -> Ran:
-    return run(config, folder)
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("packing", ["documents", "none"])
 @pytest.mark.parametrize("kind", ["texts", "chats"])
@@ -134,7 +130,7 @@ def test_only_completions_are_learned_as_by_plain_transformers_with_masked_label
     sections = settings_of(folder, tmp_path / "data.jsonl", packing=packing)
     train = {"steps": 4, "accumulate": world_size}
     config = small_config(**sections, train=train)
-    ran: list[Ran] = run_on_ranks(_run, world_size, config, tmp_path / "run")
+    ran: list[Ran] = run_on_ranks(run, world_size, config, tmp_path / "run")
     compare(ran[0], reference(config), exact=world_size == 1)
     everything = small_config(**settings_of(folder, tmp_path / "data.jsonl", learn="all"))
     assert reference(everything).losses != reference(config).losses

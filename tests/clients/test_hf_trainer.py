@@ -61,10 +61,6 @@ def _model(tmp_path: Path, kind: str = "llama", **options: Any) -> Path:
     return make_folder(tmp_path / "base", kind, **options)
 
 
-def _run(config: Config, folder: Path, resume: Path | None = None) -> Ran:
-    return run(config, folder, resume=resume)
-
-
 @pytest.mark.parametrize("packing", ["documents", "none"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2, tied", "qwen2, tied", "mistral, window"])
 def test_one_rank_trains_bit_for_bit_as_plain_transformers(
@@ -72,7 +68,7 @@ def test_one_rank_trains_bit_for_bit_as_plain_transformers(
 ) -> None:
     config = _config(_model(tmp_path, kind), accumulate=1, packing=packing)
     expected = reference(config)
-    (ran,) = run_on_ranks(_run, 1, config, tmp_path / "run")
+    (ran,) = run_on_ranks(run, 1, config, tmp_path / "run")
     compare(ran, expected, exact=True)
 
 
@@ -82,7 +78,7 @@ def test_ranks_and_micro_batches_with_rows_of_very_different_lengths_train_as_on
 ) -> None:
     config = _config(_model(tmp_path, kind), packing="none")
     expected = reference(config)
-    ran: list[Ran] = run_on_ranks(_run, 2, config, tmp_path / "run")
+    ran: list[Ran] = run_on_ranks(run, 2, config, tmp_path / "run")
     compare(ran[0], expected, exact=False)
 
 
@@ -98,7 +94,7 @@ def test_adapters_train_as_those_of_plain_peft_over_a_base_as_it_is_stored(
     folder = _model(tmp_path, kind, dtype=dtype)
     config = _config(folder, accumulate=1 if world_size == 1 else 2, **LORA)
     expected = reference(config)
-    ran: list[Ran] = run_on_ranks(_run, world_size, config, tmp_path / "run")
+    ran: list[Ran] = run_on_ranks(run, world_size, config, tmp_path / "run")
     assert ran[0].weights["inner.base_model.model." + _layer(kind)].dtype is dtype
     compare(ran[0], expected, exact=world_size == 1)
 
@@ -125,7 +121,7 @@ def test_dora_and_modules_trained_whole_train_as_those_of_plain_peft(
     expected = reference(config)
     trained = {name.rpartition("lora_")[2].partition(".")[0] for name in expected.trained}
     assert "magnitude_vector" in trained
-    ran: list[Ran] = run_on_ranks(_run, world_size, config, tmp_path / "run")
+    ran: list[Ran] = run_on_ranks(run, world_size, config, tmp_path / "run")
     compare(ran[0], expected, exact=world_size == 1)
 
 
@@ -189,8 +185,8 @@ def test_activation_checkpointing_changes_no_bit(tmp_path: Path, method: str) ->
     usual = _config(folder, method=method)
     table = usual.to_table()
     table["train"]["activation_checkpointing"] = True
-    found: list[Ran] = run_on_ranks(_run, 2, Config.from_table(table), tmp_path / "less")
-    expected: list[Ran] = run_on_ranks(_run, 2, usual, tmp_path / "usual")
+    found: list[Ran] = run_on_ranks(run, 2, Config.from_table(table), tmp_path / "less")
+    expected: list[Ran] = run_on_ranks(run, 2, usual, tmp_path / "usual")
     assert losses(found[0].records) == losses(expected[0].records)
 
 
@@ -198,7 +194,7 @@ def test_mixed_precision_is_near_full_precision(tmp_path: Path) -> None:
     usual = _config(_model(tmp_path))
     table = usual.to_table()
     table["parallel"]["param_dtype"] = "bfloat16"
-    found = losses(run_on_ranks(_run, 2, Config.from_table(table), tmp_path / "half")[0].records)
+    found = losses(run_on_ranks(run, 2, Config.from_table(table), tmp_path / "half")[0].records)
     expected = reference(usual).losses
     assert found == pytest.approx(expected, rel=2**-7)
     assert found != pytest.approx(expected, rel=1e-7)
@@ -304,17 +300,17 @@ def test_files_of_a_bare_model_with_stale_buffers_are_read(tmp_path: Path, metho
     folder = _model(tmp_path, "gpt2, tied", shard_size="5GB")
     _without_prefix(folder)
     config = _config(folder, accumulate=1, method=method)
-    (ran,) = run_on_ranks(_run, 1, config, tmp_path / "run")
+    (ran,) = run_on_ranks(run, 1, config, tmp_path / "run")
     compare(ran, reference(config), exact=True)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path, method: str) -> None:
     config = _config(_model(tmp_path), method=method)
-    whole: list[Ran] = run_on_ranks(_run, 2, config, tmp_path / "whole")
+    whole: list[Ran] = run_on_ranks(run, 2, config, tmp_path / "whole")
     half = tmp_path / "whole" / "checkpoints" / "step-00000002"
     for world_size, name in ((1, "one"), (2, "two")):
-        ran: list[Ran] = run_on_ranks(_run, world_size, config, tmp_path / name, half)
+        ran: list[Ran] = run_on_ranks(run, world_size, config, tmp_path / name, resume=half)
         found = losses(ran[0].records)
         expected = {step: loss for step, loss in losses(whole[0].records).items() if step > 2}
         assert found == (expected if world_size == 2 else pytest.approx(expected, rel=1e-5))
@@ -324,7 +320,7 @@ def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path, method: str)
 
 def test_a_checkpoint_of_adapters_leaves_the_base_out(tmp_path: Path) -> None:
     config = _config(_model(tmp_path), **LORA)
-    run_on_ranks(_run, 1, config, tmp_path / "run")
+    run_on_ranks(run, 1, config, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints" / "step-00000004"
     kept = FileSystemReader(folder).read_metadata().state_dict_metadata
     names = [name for name in kept if name.startswith("model.")]

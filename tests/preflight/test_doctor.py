@@ -92,14 +92,6 @@ def _clock(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(time, "time", lambda: now() - 90)
 
 
-def _little_shared_memory(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(here, "LEAST_SHARED", 1 << 60)
-
-
-def _few_files(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(resource, "getrlimit", lambda _: (1024, 2048))
-
-
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Level, str]] = {
     "another torch": (
         _other_torch,
@@ -114,11 +106,15 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Level, str]] = {
     ),
     "clock": (_clock, Level.WARN, r"clocks: beside rank 0: rank 2 -\d+\.\d s; synchronise"),
     "shared memory": (
-        _little_shared_memory,
+        lambda patch: patch.setattr(here, "LEAST_SHARED", 1 << 60),
         Level.WARN,
         "shared memory: rank 2: .* free in /dev/shm; give the container more",
     ),
-    "open files": (_few_files, Level.WARN, r"open files: rank 2: at most 1024; `ulimit -n 4096`"),
+    "open files": (
+        lambda patch: patch.setattr(resource, "getrlimit", lambda _: (1024, 2048)),
+        Level.WARN,
+        r"open files: rank 2: at most 1024; `ulimit -n 4096`",
+    ),
 }
 
 

@@ -52,14 +52,6 @@ def test_a_result_used_without_a_wait_is_reported_with_both_streams_and_lines() 
         report.raise_if_any()
 
 
-def _wait_event(side: Any) -> None:
-    cpu.current_stream().wait_event(side.record_event())
-
-
-def _wait_stream(side: Any) -> None:
-    cpu.current_stream().wait_stream(side)
-
-
 def _event_wait(side: Any) -> None:
     event = torch.Event()
     event.record(side)
@@ -73,8 +65,8 @@ def _event_query(side: Any) -> None:
 @pytest.mark.parametrize(
     "wait",
     [
-        _wait_event,
-        _wait_stream,
+        lambda side: cpu.current_stream().wait_event(side.record_event()),
+        lambda side: cpu.current_stream().wait_stream(side),
         _event_wait,
         _event_query,
         lambda side: side.synchronize(),

@@ -165,33 +165,25 @@ def test_a_loss_that_is_no_scalar_is_refused_on_every_rank() -> None:
         verdict_of(loss=lambda model, given: 1.0)
 
 
+@pytest.mark.parametrize("what", ["batch", "shard", "optimizer"])
 @distributed(2)
-def test_an_error_of_one_rank_ends_all() -> None:
-    def fails(step: int) -> Any:
+def test_an_error_of_one_rank_ends_all(what: str) -> None:
+    def fails() -> bool:
         if dist.get_rank() == 1:
-            raise OSError("no more data")
-        return batch(step)
+            raise OSError("no luck")
+        return False
 
-    with pytest.raises((OSError, RuntimeError), match="no more data"):
-        verdict_of(batch=fails)
-
-
-@pytest.mark.parametrize("what", ["shard", "optimizer"])
-@distributed(2)
-def test_an_error_of_one_rank_in_what_comes_after_the_batch_ends_all(what: str) -> None:
     class Fails(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            if dist.get_rank() == 1:
-                raise OSError("no step")
+            fails()
 
-    def fails(model: Any) -> None:
-        if dist.get_rank() == 1:
-            raise OSError("no step")
-        shard(model)
-
-    wrong: Any = fails if what == "shard" else lambda params: Fails(params, lr=0.1)
-    with pytest.raises((OSError, RuntimeError), match="no step"):
-        verdict_of(**{what: wrong})
+    wrong: dict[str, Any] = {
+        "batch": lambda step: fails() or batch(step),
+        "shard": lambda model: fails() or shard(model),
+        "optimizer": lambda params: Fails(params, lr=0.1),
+    }
+    with pytest.raises((OSError, RuntimeError), match="no luck"):
+        verdict_of(**{what: wrong[what]})
 
 
 class Failing(torch.autograd.Function):

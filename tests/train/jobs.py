@@ -31,6 +31,7 @@ from fullshard_train.text.task import TextTask
 from fullshard_train.training.optim import build_optimizer
 from fullshard_train.training.schedule import learning_rate
 from fullshard_train.training.trainer import Outputs, Trainer
+from support.ranks import run_on_ranks
 
 SMALL: Mapping[str, Mapping[str, Any]] = {
     "data": {"block_bytes": 512, "held_out_every": 8},
@@ -150,6 +151,14 @@ def small_trainer(config: Config) -> Trainer:
     world, device = this_world(), torch.device("cpu")
     mesh = make_mesh(config, world, device)
     return Trainer(config, world=world, mesh=mesh, device=device, task=small_task(config))
+
+
+def assert_trains_as_unsharded(config: Config, world_size: int, folder: Path) -> None:
+    """Ranks train as one process that computes each batch as a whole, with one model."""
+    task = small_task(config)
+    model = plain_model(task, config)
+    expected = plain_training(task, config, model)
+    assert_trained_as(run_on_ranks(run, world_size, config, folder)[0], expected, model)
 
 
 def run(config: Config, folder: Path, *, resume: Path | None = None) -> Ran:

@@ -26,10 +26,6 @@ from train.jobs import (
 )
 
 
-def _run(config: Config, folder: Path, resume: Path | None = None) -> Ran:
-    return run(config, folder, resume=resume)
-
-
 def _stopped_and_resumed(config: Config, folder: Path) -> tuple[Ran, Ran]:
     """The uninterrupted run, and what a run that resumed it halfway did."""
     whole = run(config, folder / "whole")
@@ -61,10 +57,10 @@ def test_a_resumed_run_repeats_the_rest_of_the_curve_bit_for_bit(
 @pytest.mark.parametrize(("before", "after"), few([(2, 4), (4, 2)], (4, 2), together=True))
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
     config = small_config()
-    whole: Ran = run_on_ranks(_run, before, config, tmp_path / "whole")[0]
+    whole: Ran = run_on_ranks(run, before, config, tmp_path / "whole")[0]
     half = tmp_path / "whole" / "checkpoints" / "step-00000002"
 
-    resumed: Ran = run_on_ranks(_run, after, config, tmp_path / "resumed", half)[0]
+    resumed: Ran = run_on_ranks(run, after, config, tmp_path / "resumed", resume=half)[0]
     expected = losses(whole.records)
     assert losses(resumed.records) == pytest.approx(
         {step: expected[step] for step in (3, 4)}, rel=1e-5

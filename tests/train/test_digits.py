@@ -19,15 +19,9 @@ from fullshard_train.digits.task import DigitsTask, read_digits
 from fullshard_train.errors import TrainError
 from fullshard_train.reporting.metrics import read_metrics
 from fullshard_train.settings.config import load_config
-from support.ranks import run_on_ranks
 from train.jobs import (
-    Ran,
-    assert_trained_as,
-    plain_model,
-    plain_training,
-    run,
+    assert_trains_as_unsharded,
     small_config,
-    small_task,
 )
 
 SMALL_DIGITS: Mapping[str, Mapping[str, Any]] = {
@@ -92,17 +86,9 @@ def test_the_baselines_are_those_of_scikit_learn(task: DigitsTask) -> None:
     assert task.baselines() == pytest.approx(expected, abs=1e-12)
 
 
-def _run(folder: Path) -> Ran:
-    return run(small_config(**SMALL_DIGITS), folder)
-
-
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_training_equals_training_the_unsharded_model(tmp_path: Path, world_size: int) -> None:
-    config = small_config(**SMALL_DIGITS)
-    task = small_task(config)
-    model = plain_model(task, config)
-    expected = plain_training(task, config, model)
-    assert_trained_as(run_on_ranks(_run, world_size, tmp_path)[0], expected, model)
+    assert_trains_as_unsharded(small_config(**SMALL_DIGITS), world_size, tmp_path)
 
 
 def test_nothing_held_out_is_refused() -> None:

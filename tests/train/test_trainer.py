@@ -21,7 +21,7 @@ from support.ranks import distributed, run_on_ranks
 from train.jobs import (
     EPSILON,
     Ran,
-    assert_trained_as,
+    assert_trains_as_unsharded,
     fit,
     full_weights,
     losses,
@@ -51,7 +51,7 @@ def test_other_optimizers_train_as_on_the_unsharded_model(
     """Momentum is rounded to bf16 and averages to 8 bits: a rounding may turn, and moves 1 %."""
     config = small_config(optim={"epsilon": EPSILON, "optimizer": optimizer})
     expected, _ = _plain_training(config)
-    ran: list[Ran] = run_on_ranks(_run, world_size, config, tmp_path)
+    ran: list[Ran] = run_on_ranks(run, world_size, config, tmp_path)
     found = losses(ran[0].records)
     assert found.keys() == expected.keys()
     for step, loss in expected.items():
@@ -62,18 +62,12 @@ def test_other_optimizers_train_as_on_the_unsharded_model(
 
 def test_replicas_of_shards_train_as_the_unsharded_model(tmp_path: Path) -> None:
     config = small_config(optim={"epsilon": EPSILON}, parallel={"mesh": "2x2"})
-    expected, model = _plain_training(config)
-    ran: list[Ran] = run_on_ranks(_run, 4, config, tmp_path)
-    assert_trained_as(ran[0], expected, model)
+    assert_trains_as_unsharded(config, 4, tmp_path)
     assert run_on_ranks(_shape_of_mesh, 4, config) == [(2, 2)] * 4
 
 
 def _shape_of_mesh(config: Config) -> tuple[int, ...]:
     return tuple(make_mesh(config, this_world(), torch.device("cpu")).shape)
-
-
-def _run(config: Config, folder: Path) -> Ran:
-    return run(config, folder)
 
 
 def _initial(config: Config) -> dict[str, torch.Tensor]:
@@ -99,9 +93,7 @@ def test_training_equals_training_the_unsharded_model_on_whole_batches(
 ) -> None:
     train = {"activation_checkpointing": recompute, "accumulate": accumulate}
     config = small_config(train=train, optim={"epsilon": EPSILON})
-    expected, model = _plain_training(config)
-    ran: list[Ran] = run_on_ranks(_run, world_size, config, tmp_path)
-    assert_trained_as(ran[0], expected, model)
+    assert_trains_as_unsharded(config, world_size, tmp_path)
 
 
 @pytest.mark.parametrize("zero", [1, 2])
@@ -109,9 +101,7 @@ def test_all_zero_stages_train_the_same_model(tmp_path: Path, zero: int) -> None
     config = small_config(
         train={"accumulate": 2}, parallel={"zero": zero}, optim={"epsilon": EPSILON}
     )
-    expected, model = _plain_training(config)
-    ran: list[Ran] = run_on_ranks(_run, 2, config, tmp_path)
-    assert_trained_as(ran[0], expected, model)
+    assert_trains_as_unsharded(config, 2, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +123,7 @@ def test_a_step_of_mixed_precision_is_near_the_one_in_full_precision(
 ) -> None:
     config = small_config(parallel=parallel)
     expected, _ = _plain_training(config)
-    found = losses(run_on_ranks(_run, 2, config, tmp_path)[0].records)
+    found = losses(run_on_ranks(run, 2, config, tmp_path)[0].records)
     for step, loss in expected.items():
         # bfloat16 keeps 8 bits: a loss near 5.5 of values rounded to 2**-9 of their size.
         assert found[step] == pytest.approx(loss, rel=2**-8), step
