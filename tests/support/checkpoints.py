@@ -27,7 +27,6 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read what ``save`` wrote."""
     weights, moments = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     dcp.load(state, checkpoint_id=folder)

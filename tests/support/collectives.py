@@ -74,24 +74,22 @@ class Allocates:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """New memory of that many elements."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+Tell = Callable[[torch.Tensor, dist.ProcessGroup], None]
 
 
 class ToldAllGather(DefaultAllGather):
     """The default, after ``tell(output, group)``."""
 
-    def __init__(self, tell: Callable[[torch.Tensor, dist.ProcessGroup], None]) -> None:
+    def __init__(self, tell: Tell) -> None:
         super().__init__()
         self._tell = tell
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> Any:
         self._tell(output_tensor, group)
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
@@ -99,17 +97,12 @@ class ToldAllGather(DefaultAllGather):
 class ToldReduceScatter(DefaultReduceScatter):
     """The default, after ``tell(input, group)``."""
 
-    def __init__(self, tell: Callable[[torch.Tensor, dist.ProcessGroup], None]) -> None:
+    def __init__(self, tell: Tell) -> None:
         super().__init__()
         self._tell = tell
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
         self._tell(input_tensor, group)
         return super().__call__(output_tensor, input_tensor, group, op, async_op)

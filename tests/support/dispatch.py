@@ -29,7 +29,6 @@ class Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Runs the operation, then looks."""
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # its local operations come back here
         kwargs = kwargs or {}
@@ -38,7 +37,6 @@ class Mode(TorchDispatchMode):
         return result
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Takes note of one operation."""
         raise NotImplementedError
 
 
@@ -57,7 +55,6 @@ class StorageCounter(Mode):
         self.made: Counter[str] = Counter()
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Adds what ``func`` returned in storages that it was not given."""
         given = {_storage(each) for each in local_tensors((args, list(kwargs.values())))}
         new = {
             _storage(each): each.untyped_storage().nbytes()
@@ -71,7 +68,6 @@ class StorageCounter(Mode):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
         return sum(self.made.values())
 
 

@@ -81,7 +81,6 @@ def quiet(enable: bool = True) -> Iterator[None]:
 
 
 def rows(step: int, rank: int | None = None) -> torch.Tensor:
-    """This rank's rows of a batch, or another's."""
     rank = dist.get_rank() if rank is None else rank
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(4, WIDTH, generator=generator)
@@ -94,7 +93,6 @@ def hybrid_mesh(*, replicas: int = 2) -> DeviceMesh:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer with momentum."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -147,7 +145,6 @@ def mean_gradients(net: nn.Module, step: int = 0, loss: Loss = loss_of) -> torch
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole gradient of each parameter that has one."""
     return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 

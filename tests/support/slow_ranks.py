@@ -27,8 +27,6 @@ BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 
 
 class Clock:
-    """A clock that stands still, but for what tests add."""
-
     def __init__(self) -> None:
         self.ns = 1
 
@@ -57,8 +55,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, one after another."""
-
     def __init__(self, width: int, delay: Delay) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(name, width, delay) for name in BLOCKS)
@@ -71,8 +67,6 @@ class Net(nn.Module):
 
 
 class DelayedSGD(torch.optim.SGD):
-    """SGD whose step is delayed."""
-
     delay: Delay
 
     @torch.no_grad()

@@ -10,7 +10,6 @@ from support.members import ROOT
 
 
 def load_tool(name: str) -> ModuleType:
-    """The module of ``tools/name.py``, newly loaded."""
     return _load("tools", name)
 
 

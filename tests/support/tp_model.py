@@ -76,12 +76,10 @@ def batch(step: int, *, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 def rows_of(whole: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """The rows of the batch that a data parallel rank sees."""
     return whole.chunk(world_size)[rank]
 
 
 def train(model: Net, batches: list[torch.Tensor], *, rate: float = 0.1) -> None:
-    """Ordinary training, one step per batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, eps=rate)
     for inputs in batches:
         model(inputs).square().mean().backward()

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 
 def is_installed() -> bool:
-    """Return whether torchvulkan is installed."""
     return importlib.util.find_spec("torchvulkan") is not None
 
 

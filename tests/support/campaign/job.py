@@ -283,7 +283,6 @@ class _Saves:
             self.failed.append(str(error))
 
     def end(self) -> None:
-        """Wait for the last save, and remove what is in memory."""
         self.wait()
         if self._memory is not None:
             self._memory.purge()
@@ -316,7 +315,6 @@ def _train(fault: Fault, folder: Path) -> dict[str, Any]:
     losses, loss = list[float](), 0.0
 
     def compute() -> None:
-        """Make the gradients of a step."""
         nonlocal loss
         micro_batches, loss = fault.settings.micro_batches, 0.0
         for micro in range(micro_batches):

@@ -37,7 +37,6 @@ class Attention(nn.Module):
 
 
 def mlp() -> Any:
-    """Two layers around a nonlinearity."""
     wide = 4 * _WIDTH
     return in_turn(up=nn.Linear(_WIDTH, wide), act=nn.GELU(), down=nn.Linear(wide, _WIDTH))
 
@@ -80,7 +79,6 @@ class Block(nn.Module):
 
 
 def gpt(*, tied: bool = False, experts: bool = False) -> Stack:
-    """A decoder of words, with the same table at both ends if it is tied."""
     model = Stack(
         (Block(experts=experts) for _ in range(_LAYERS)),
         stem=nn.Embedding(_WORDS, _WIDTH), head=nn.Linear(_WIDTH, _WORDS, bias=False),
@@ -91,7 +89,6 @@ def gpt(*, tied: bool = False, experts: bool = False) -> Stack:
 
 
 def checkpointed() -> Stack:
-    """The same, whose layers compute their activations again."""
     model = gpt()
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -99,8 +96,6 @@ def checkpointed() -> Stack:
 
 
 class EncoderDecoder(nn.Module):
-    """An encoder and a decoder that share the table of words."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Embedding(_WORDS, _WIDTH)
@@ -133,7 +128,6 @@ class Adapted(nn.Module):
 
 
 def lora() -> Stack:
-    """A frozen decoder with adapters."""
     model = gpt()
     model.requires_grad_(False)
     block: Any
@@ -145,7 +139,6 @@ def lora() -> Stack:
 
 
 def table() -> Stack:
-    """A table of 300,000 rows before small layers."""
     layers = (in_turn(linear=nn.Linear(16, 16), act=nn.ReLU()) for _ in range(2))
     return Stack(layers, stem=nn.Embedding(300_000, 16), head=nn.Linear(16, 10))
 
@@ -167,7 +160,6 @@ class Pictures(nn.Module):
 
 
 def resnet() -> Stack:
-    """A residual network with batch norms."""
     stem = in_turn(
         conv=nn.Conv2d(3, 32, 7, 2, 3, bias=False), norm=nn.BatchNorm2d(32), act=nn.ReLU(),
         pool=nn.MaxPool2d(3, 2, 1),
@@ -178,14 +170,11 @@ def resnet() -> Stack:
 
 
 class Recurrent(nn.LSTM):
-    """An LSTM that returns its outputs alone."""
-
     def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]  # one of its results
         return super().forward(x)[0]
 
 
 def lstm() -> Stack:
-    """Two LSTMs."""
     layers = (Recurrent(_WIDTH, _WIDTH, batch_first=True) for _ in range(2))
     return Stack(layers, stem=nn.Embedding(_WORDS, _WIDTH), head=nn.Linear(_WIDTH, _WORDS))
 
@@ -219,7 +208,6 @@ class Kind:
     options: dict[str, Any] = field(default_factory=dict)
 
     def shard(self, model: nn.Module, mesh: DeviceMesh | None = None) -> None:
-        """Shards each layer of the model, then the model."""
         lists = (model.get_submodule(name) for name in ("blocks", "encoder", "decoder")
                  if hasattr(model, name))  # fmt: skip
         for layers in lists:
@@ -250,5 +238,4 @@ KINDS = {
 
 
 def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW of what is trained."""
     return torch.optim.AdamW([each for each in params if each.requires_grad], lr=1e-3)

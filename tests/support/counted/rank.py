@@ -40,7 +40,6 @@ def _peaks(kind: Kind) -> list[int]:
 
 
 def main(rank: str, ranks: str, folder: str, *names: str) -> None:
-    """Writes the peaks of each kind into the folder, on the first rank."""
     torch.set_num_threads(1)
     for name in ("counted_now", "counted_peak"):
         getattr(ctypes.CDLL(None), name).restype = ctypes.c_long

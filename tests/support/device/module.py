@@ -23,15 +23,11 @@ def _index(where: _Where = None) -> int:
 
 
 class Stream(torch.Stream):
-    """A stream of the current device, unless another is given."""
-
     def __new__(cls, device: _Where = None, priority: int = 0) -> Stream:
-        """Take a stream from the pool of the priority."""
         return super().__new__(cls, torch.device(_TYPE, _index(device)), priority=priority)
 
 
 def Event(enable_timing: bool = False, blocking: bool = False) -> torch.Event:
-    """Make an event; it is recorded on the current stream unless another is given."""
     # No subclass: torch compares the time of its own class only.
     return torch.Event(_TYPE, enable_timing=enable_timing, blocking=blocking)
 
@@ -44,12 +40,10 @@ def init() -> None:
 
 
 def is_available() -> bool:
-    """Return True."""
     return True
 
 
 def is_initialized() -> bool:
-    """Return True."""
     return True
 
 
@@ -58,23 +52,19 @@ def _is_in_bad_fork() -> bool:
 
 
 def device_count() -> int:
-    """Return how many devices there are."""
     return int(extension().DEVICES)
 
 
 def current_device() -> int:
-    """Return the index of the calling thread's device."""
     return int(extension().current_device())
 
 
 def set_device(device: _Where) -> None:
-    """Make a device the calling thread's."""
     extension().set_current_device(_index(device))
 
 
 @contextlib.contextmanager
 def device(device: _Where) -> Iterator[None]:
-    """Make a device the calling thread's inside the ``with`` block."""
     before = current_device()
     set_device(device)
     try:
@@ -84,17 +74,14 @@ def device(device: _Where) -> Iterator[None]:
 
 
 def get_device_name(device: _Where = None) -> str:
-    """Return what a report calls the device."""
     return "asynchronous CPU"
 
 
 def is_bf16_supported() -> bool:
-    """Return True."""
     return True
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """Return the dtypes of autocast."""
     return [torch.bfloat16, torch.float16]
 
 
@@ -102,43 +89,35 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def current_stream(device: _Where = None) -> torch.Stream:
-    """Return the calling thread's stream of a device."""
     return torch.accelerator.current_stream(_index(device))
 
 
 def default_stream(device: _Where = None) -> torch.Stream:
-    """Return the stream that is current where no other was set."""
     kind: Any = torch._C._autograd.DeviceType.PrivateUse1
     return torch.Stream(stream_id=0, device_index=_index(device), device_type=int(kind))
 
 
 def set_stream(stream: torch.Stream) -> None:
-    """Make a stream the calling thread's."""
     torch.accelerator.set_stream(stream)
 
 
 def stream(stream: torch.Stream | None) -> Any:
-    """Make a stream the calling thread's inside the ``with`` block."""
     return contextlib.nullcontext() if stream is None else stream
 
 
 def synchronize(device: _Where = None) -> None:
-    """Block the host until all that was queued on a device has run."""
     torch.accelerator.synchronize(_index(device))
 
 
 def _sleep(cycles: int) -> None:
-    """Keep the current stream busy until another stream, or the host, waits for it."""
     extension().stall(current_device())
 
 
 def set_sync_debug_mode(mode: str | int) -> None:
-    """Let operators warn, or raise, that make the host wait."""
     extension().set_sync_debug(mode if isinstance(mode, int) else _MODES.index(mode))
 
 
 def get_sync_debug_mode() -> int:
-    """Return the number of the mode."""
     return int(extension().sync_debug())
 
 
@@ -146,42 +125,34 @@ def get_sync_debug_mode() -> int:
 
 
 def memory_stats(device: _Where = None) -> dict[str, Any]:
-    """Return the allocator's statistics of a device."""
     return torch.accelerator.memory_stats(_index(device))
 
 
 def memory_allocated(device: _Where = None) -> int:
-    """Return the bytes of all tensors."""
     return torch.accelerator.memory_allocated(_index(device))
 
 
 def max_memory_allocated(device: _Where = None) -> int:
-    """Return the most bytes of all tensors since the last reset."""
     return torch.accelerator.max_memory_allocated(_index(device))
 
 
 def memory_reserved(device: _Where = None) -> int:
-    """Return the bytes that the allocator has, used or not."""
     return torch.accelerator.memory_reserved(_index(device))
 
 
 def max_memory_reserved(device: _Where = None) -> int:
-    """Return the most bytes that the allocator has had since the last reset."""
     return torch.accelerator.max_memory_reserved(_index(device))
 
 
 def reset_peak_memory_stats(device: _Where = None) -> None:
-    """Let the peaks begin at what is in use now."""
     torch.accelerator.reset_peak_memory_stats(_index(device))
 
 
 def mem_get_info(device: _Where = None) -> tuple[int, int]:
-    """Return the free bytes and all bytes of a device."""
     return torch.accelerator.get_memory_info(_index(device))
 
 
 def empty_cache() -> None:
-    """Wait for all streams, and free what no tensor uses."""
     torch.accelerator.empty_cache()
 
 
@@ -194,26 +165,21 @@ def _generator(device: _Where) -> torch.Generator:
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the current device's random numbers."""
     _generator(None).manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seed the random numbers of all devices."""
     for index in range(device_count()):
         _generator(index).manual_seed(seed)
 
 
 def initial_seed() -> int:
-    """Return the seed of the current device's random numbers."""
     return _generator(None).initial_seed()
 
 
 def get_rng_state(device: _Where = None) -> torch.Tensor:
-    """Return the state of a device's random numbers, ``[n]`` uint8 on the CPU."""
     return _generator(device).get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: _Where = None) -> None:
-    """Set the state of a device's random numbers."""
     _generator(device).set_state(new_state)

@@ -42,13 +42,11 @@ def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler
 
 
 def batch_of(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs and targets of a group's batch."""
     generator = torch.Generator().manual_seed(number)
     return torch.randn(ROWS, 5, generator=generator), torch.randn(ROWS, 3, generator=generator)
 
 
 def rows_of(batch: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """The rows of one rank of a group."""
     return batch.tensor_split(ranks)[rank]
 
 

@@ -98,7 +98,6 @@ class ElasticRun:
         self._lighthouse.close()
 
     def start(self, group: str) -> None:
-        """Start all ranks of a group."""
         port = self._lighthouse.address.rpartition(":")[2]
         place = Place(
             group=group,
@@ -122,7 +121,6 @@ class ElasticRun:
         self._groups[group] = started
 
     def kill(self, group: str) -> None:
-        """End what is left of a group."""
         for each in self._groups.pop(group, ()):
             with suppress(ProcessLookupError):
                 os.kill(each.process.pid or 0, signal.SIGKILL)
@@ -198,7 +196,6 @@ class ElasticRun:
         self.note("all together")
 
     def finish(self) -> None:
-        """Let the run end, a few steps from now, on all groups."""
         self._until.value = self.furthest + 5
         while not all(
             each.process.exitcode == 0 for group in self._groups.values() for each in group

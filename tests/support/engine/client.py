@@ -22,7 +22,6 @@ from fullshard.checkpoint import ModelSource, SliceSender, SliceTransfer, connec
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
@@ -74,11 +73,9 @@ class LoopbackClient:
         self._all("init", init_info)
 
     def start_weight_update(self) -> None:
-        """Begin an update."""
         self._all("start")
 
     def update_weights(self, update_info: Any) -> None:
-        """Let workers receive."""
         self._all("update", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:

@@ -66,7 +66,6 @@ class Net(nn.Module):
 
 
 def build() -> Net:
-    """The unsharded model, with the same values on every rank."""
     torch.manual_seed(0)
     return Net()
 

@@ -43,14 +43,12 @@ class Worker:
     _link: dist.ProcessGroup | None = None
 
     def handle(self, request: str, payload: Any) -> None:
-        """Do what a request of the protocol says."""
         if (self.at, request) not in TRANSITIONS:
             raise RuntimeError(f"worker {self.number} got {request!r} while it is {self.at!r}")
         getattr(self, request)(payload)
         self.at = TRANSITIONS[self.at, request]
 
     def init(self, payload: dict[str, Any]) -> None:
-        """Meet the trainer ranks."""
         self._init = payload
         rank = payload["trainers"] + self.number
         self._link = connect_engine(
@@ -58,7 +56,6 @@ class Worker:
         )
 
     def start(self, _: Any) -> None:
-        """Begin an update."""
         self._coming, self.received = {}, 0
 
     def update(self, payload: dict[str, Any]) -> None:
@@ -85,7 +82,6 @@ class Worker:
             self.received += value.nbytes
 
     def finish(self, version: str | None) -> None:
-        """Let the new weights be those that count."""
         self.weights, self.version, self._coming = self._coming, version, {}
 
 

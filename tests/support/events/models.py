@@ -27,11 +27,9 @@ class Block(nn.Module):
         self.inner = inner
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """The two linears."""
         return self.down(torch.tanh(self.up(x)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` plus what the two linears make of it."""
         if self.inner is None:
             return x + self.compute(x)
         return x + checkpoint(self.compute, x, use_reentrant=self.inner)
@@ -55,13 +53,11 @@ class Net(nn.Module):
         self.outer = outer
 
     def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """One block, in a checkpoint if asked for."""
         if self.outer is None:
             return block(x)
         return checkpoint(block, x, use_reentrant=self.outer)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The blocks one after another, then the head."""
         for block in self.blocks:
             x = self.run(block, x)
         return self.head(x)
@@ -108,6 +104,11 @@ def make_inputs(rank: int, *, seed: int = 1, requires_grad: bool = False) -> tor
 def batch(*, seed: int = 1, requires_grad: bool = False) -> torch.Tensor:
     """This rank's batch, ``[4, DIM]``; reentrant checkpointing wants one that needs a gradient."""
     return make_inputs(dist.get_rank(), seed=seed, requires_grad=requires_grad)
+
+
+def step(net: nn.Module, **kwargs: Any) -> None:
+    """One forward and backward on this rank's batch."""
+    net(batch(**kwargs)).square().sum().backward()
 
 
 def leaf_batch(*, seed: int = 1) -> torch.Tensor:

@@ -20,9 +20,12 @@ from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.lookup import state_of
 from support.collectives import ToldReduceScatter
 from support.events.models import make_net
+from support.parity.compare import gradients_of
 from support.ranks import cpu_mesh
 
 Shard = Callable[..., Any]
+
+full_gradients = gradients_of
 
 STEP = "root 0 1 2 2 1 0"  # gathers of one step: the root stays for its backward
 
@@ -41,21 +44,17 @@ class Recorder:
 
     @property
     def gathers(self) -> list[str]:
-        """The names of what was gathered."""
         return [call.removeprefix("gather ") for call in self.calls if call.startswith("gather ")]
 
     @property
     def reductions(self) -> list[str]:
-        """The names of what was reduced."""
         return [call.removeprefix("reduce ") for call in self.calls if call.startswith("reduce ")]
 
     def note_reduction(self, name: str, given: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Writes down a reduction of ``given`` as ``name``'s."""
         self.calls.append(f"reduce {name}")
         self.reduced_numels.append(given.numel())
 
     def clear(self) -> None:
-        """Forgets everything."""
         self.calls.clear()
         self.reduced_numels.clear()
 
@@ -79,12 +78,8 @@ class _RecordingAllGather(DefaultAllGather):
         self._name, self._recorder = name, recorder
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> Any:
         self._recorder.calls.append(f"gather {self._name}")
         work = super().__call__(output_tensor, input_tensor, group, async_op)
         return work if work is None else _RecordingWork(work, self._name, self._recorder)
@@ -131,15 +126,6 @@ class Outcome:
 Scenario = Callable[[Shard], tuple[nn.Module, Recorder]]
 
 
-def full_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The whole gradient of every parameter, from sharded ones or plain ones."""
-    gradients: dict[str, torch.Tensor | None] = {}
-    for name, param in model.named_parameters():
-        grad: Any = param.grad
-        gradients[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-    return gradients
-
-
 def averaged_gradients(plain: nn.Module) -> dict[str, torch.Tensor | None]:
     """The mean over ranks of the gradients of an unsharded model; None if no rank has one."""
     averaged: dict[str, torch.Tensor | None] = {}
@@ -163,6 +149,12 @@ def assert_close_to(
             assert mine is grad, name
         else:
             torch.testing.assert_close(mine, grad, rtol=1e-5, atol=1e-6)
+
+
+def assert_gradients_of(model: nn.Module, plain: nn.Module) -> None:
+    """They are the mean over ranks of those of ``plain``, unsharded; no group holds a lease."""
+    assert_close_to(full_gradients(model), averaged_gradients(plain))
+    assert_all_returned(model)
 
 
 def compare_with_torch(scenario: Scenario, *, gradients: bool = True) -> tuple[Outcome, Outcome]:

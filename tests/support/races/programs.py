@@ -17,10 +17,18 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import (
     AllToAllTransport,
+    CommStreams,
     DefaultAllGather,
     DefaultReduceScatter,
+    RankMajorLayout,
+    ReduceConfig,
+    TensorSpec,
+    foreach_reduce,
+    reduction_scaling,
 )
+from fullshard.comm.collectives import lists
 from fullshard.comm.runtime import compat
+from fullshard.comm.runtime.streams import canonical_device
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
 from fullshard.preflight.races import SimulatedOffloadPolicy
 from fullshard.sharding import (
@@ -32,7 +40,6 @@ from fullshard.sharding import (
 )
 from fullshard.wire import Quantised, WirePolicy
 from support.gather_hooks import BFloat16Travel
-from support.races.collectives import gather_and_reduce_lists, reduce_in_flight
 
 WIDTH, ROWS = 16, 4
 Program = Callable[[DeviceMesh], object]
@@ -135,7 +142,6 @@ def train(
     at_end: Callable[[Any], object] = lambda model: None,
     **options: Any,
 ) -> list[float]:
-    """Trains; the losses of a forward before each step."""
     model: Any = build(mesh, **_where(mesh, options))
     prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -350,6 +356,41 @@ def _dropped(model: Any, last: bool) -> None:
     loss_of(model)  # its graph dies
     loss_of(model).backward()
 
+
+# -- without a model -------------------------------------------------------------------------------
+
+
+def gather_and_reduce_lists(mesh: DeviceMesh) -> list[torch.Tensor]:
+    """Lists of tensors that are changed before they travel, and after."""
+    group = mesh.get_group("shard")
+    specs = [TensorSpec(shape=(group.size() * 2, 3), dtype=torch.float32)]
+    shards = [torch.ones(2, 3, device=mesh.device_type)]
+    for _ in range(2):
+        shards[0].mul_(2)
+        full = lists.all_gather_tensors(shards, specs, group)
+        shards = lists.reduce_scatter_tensors([full[0].mul(2)], specs, group)
+    return shards
+
+
+def reduce_in_flight(mesh: DeviceMesh) -> list[torch.Tensor]:
+    """Reductions that nobody waits for before the next ones are packed."""
+    group, device = mesh.get_group("shard"), torch.device(mesh.device_type)
+    specs = [TensorSpec(shape=(group.size() * 2, 3), dtype=torch.float32)]
+    config = ReduceConfig(
+        comm=DefaultReduceScatter(),
+        process_group=group,
+        streams=CommStreams(device),
+        device=canonical_device(device),
+        scaling=reduction_scaling(group.size(), torch.float32, averages=False),
+    )
+    layout, flights = RankMajorLayout(specs, group.size()), []
+    for number in range(4):
+        gradient = torch.full(specs[0].shape, float(number), device=device)
+        flights.append(foreach_reduce([gradient], layout, config))
+    return [flight.wait().shards[0] for flight in flights]
+
+
+# -- what they are called --------------------------------------------------------------------------
 
 _HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 _NARROW = WirePolicy(gathers=torch.bfloat16, reductions=torch.bfloat16)

@@ -60,7 +60,6 @@ def report_text(found: dict[str, Any]) -> str:
 
 
 def failed_parts(found: dict[str, Any]) -> list[str]:
-    """Return what did not hold, in words."""
     failed = [part for part in ("tests", "sanitizer") if not found[part]["held"]]
     for name, of_model in found["models"].items():
         failed += [f"{part} of {name}" for part, held in of_model["held"].items() if not held]

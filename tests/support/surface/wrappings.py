@@ -18,7 +18,6 @@ from support.surface.model import sharded
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    """The optimizer of tests that are not about optimizers."""
     return torch.optim.AdamW(params, lr=0.1)
 
 
@@ -36,7 +35,6 @@ def hybrid(net: Any) -> Any:
 
 
 def every_layer(net: Any) -> Any:
-    """Each linear layer a group of its own."""
     for module in list(net.modules()):
         if isinstance(module, nn.Linear):
             fully_shard(module)

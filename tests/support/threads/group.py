@@ -115,7 +115,6 @@ class Meeting:
         return collective
 
     def leave(self, rank: int) -> None:
-        """Say that ``rank`` has ended and comes to no further collective."""
         with self._lock:
             self._left.add(rank)
             self._fail_if_impossible()

@@ -58,7 +58,6 @@ class ThreadWorld:
         return ThreadGroup(meeting, ranks.index(rank), name)
 
     def leave(self, rank: int) -> None:
-        """Say that ``rank`` has ended."""
         with self._lock:
             self._left.add(rank)
             for (_, ranks), meeting in self._meetings.items():
@@ -66,7 +65,6 @@ class ThreadWorld:
                     meeting.leave(ranks.index(rank))
 
     def abort(self, failure: BaseException) -> None:
-        """End the wait of every rank, wherever it waits, and every later one."""
         with self._lock:
             self._failure = failure
             for meeting in self._meetings.values():
@@ -89,7 +87,6 @@ class ThreadRank:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
         return self.world.world_size
 
     def neighbours(self, size: int) -> tuple[int, ...]:

@@ -23,14 +23,12 @@ WIDTH, ROWS, LENGTH = 8, 4, 5
 
 
 def shard(model: Any, **options: Any) -> Any:
-    """Each block, and the rest."""
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's inputs and targets."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     inputs, targets = torch.randn(2, ROWS, LENGTH, WIDTH, generator=generator).unbind()
     return inputs, targets
@@ -75,7 +73,6 @@ class _Attention(nn.Module):
 
 
 def net(depth: int = 2) -> Any:
-    """Attention blocks and a head."""
     return Stack([_Attention() for _ in range(depth)], head=nn.Linear(WIDTH, WIDTH))
 
 
@@ -240,8 +237,6 @@ class Clipped(torch.optim.AdamW):
 
 
 class _Scheduled(torch.optim.AdamW):
-    """Warms up."""
-
     def step(self, closure: Any = None) -> Any:
         found = super().step(closure)
         for group in self.param_groups:

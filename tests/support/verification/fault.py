@@ -56,7 +56,6 @@ class Fault:
 
 
 def build(between: Callable[[], nn.Module] = nn.Tanh, width: int = WIDTH, hidden: int = 9) -> Any:
-    """Two layers and what a fault puts between them."""
     return in_turn(up=nn.Linear(width, hidden), between=between(), down=nn.Linear(hidden, width))
 
 
@@ -73,14 +72,12 @@ def hybrid(model: Any) -> Any:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's inputs and targets."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     inputs, targets = torch.randn(2, 4, WIDTH, generator=generator).unbind()
     return inputs, targets
 
 
 def loss(model: nn.Module, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The mean of squares."""
     inputs, targets = given
     return (model(inputs) - targets).square().mean()
 

@@ -47,16 +47,13 @@ class _Meddling(torch.optim.AdamW):
 
     @property
     def params(self) -> list[Any]:
-        """All parameters."""
         return [each for group in self.param_groups for each in group["params"]]
 
     def plain(self) -> None:
-        """The step of AdamW."""
         super().step()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """The step, and what comes with it."""
         sharded = _are_sharded(self.params)
         if sharded:
             self._before(self)
@@ -94,7 +91,6 @@ class _Skipping(torch.optim.SGD):
     """Rank 1 makes no step."""
 
     def step(self, closure: Any = None) -> Any:
-        """The step, but on rank 1."""
         params = [each for group in self.param_groups for each in group["params"]]
         if not (_are_sharded(params) and dist.get_rank() == 1):
             super().step(closure)
@@ -105,7 +101,6 @@ class _ByRank(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """The step."""
         for param in self.param_groups[0]["params"]:
             param.sub_(0.1 * (1 + dist.get_rank()) * param.grad)
 
@@ -119,7 +114,6 @@ class _ByShard(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """The step."""
         for param in self.param_groups[0]["params"]:
             own, grad = (
                 each.to_local() if isinstance(each, DTensor) else each
@@ -132,7 +126,6 @@ class _ClippedByShard(torch.optim.SGD):
     """Clips by the norm of what this rank holds of all gradients."""
 
     def step(self, closure: Any = None) -> Any:
-        """The step."""
         grads = [each.grad for group in self.param_groups for each in group["params"]]
         local = [each.to_local() if isinstance(each, DTensor) else each for each in grads]
         norm = torch.stack([each.norm() for each in local]).norm()
@@ -145,7 +138,6 @@ class _ClippedMore(torch.optim.SGD):
     """Clips by the right norm, and by less when sharded."""
 
     def step(self, closure: Any = None) -> Any:
-        """The step."""
         params = [each for group in self.param_groups for each in group["params"]]
         norms = [each.grad.norm() for each in params]
         whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in norms]
@@ -159,7 +151,6 @@ class _ClippedOnRank1(torch.optim.SGD):
     """Rank 1 alone clips."""
 
     def step(self, closure: Any = None) -> Any:
-        """The step."""
         if dist.get_rank() == 1:
             for param in self.param_groups[0]["params"]:
                 param.grad.mul_(0.25)

@@ -51,7 +51,6 @@ def make_batch(world_size: int, step: int, per_rank: int = 2) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """A mean over the batch."""
     out: torch.Tensor = model(batch)
     return (out - 1).square().mean()
 
