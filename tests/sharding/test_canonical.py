@@ -151,21 +151,6 @@ def test_on_a_hybrid_mesh_too() -> None:
     assert_gradients(net, reference(plans))
 
 
-@distributed(2)
-def test_steps_with_other_plans_each_follow_the_unsharded_model() -> None:
-    rank, net, plain = dist.get_rank(), shard(), Net().double()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (net, plain)]
-    for step, plans in enumerate((["vt", "t"], ["t", "vta"], ["", "v"], ["vta", "vta"])):
-        loss_of(net, rank, step, plans[rank]).backward()
-        add_up(plain, plans, step)
-        assert_gradients(net, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), theirs.detach())  # type: ignore[attr-defined]  # a DTensor
-
-
 # -- programs -------------------------------------------------------------------------------------
 
 STEPS = (["vt", "t"], ["", "va"], ["ta", "t"])

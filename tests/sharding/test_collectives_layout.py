@@ -1,20 +1,27 @@
-"""Ranks cannot diverge: a reduction has one layout, whoever used what (DESIGN 3.4)."""
+"""Ranks cannot diverge: one layout, whoever used what, and whenever a graph dies (DESIGN 3.4).
+
+When a graph dies is a rank's own affair: one may keep an output in a list, or in an exception that
+waits for the garbage collector.
+"""
 
 from __future__ import annotations
 
+import gc
+import threading
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.events.models import DIM, batch, make_net
+from fullshard.sharding.base.forward_pass import ForwardPass
+from support.events.models import DIM, batch, make_net, step
 from support.events.recorder import (
     Shard,
     assert_all_returned,
-    assert_close_to,
-    averaged_gradients,
+    assert_gradients_of,
     full_gradients,
     ours,
     record,
@@ -22,12 +29,6 @@ from support.events.recorder import (
 from support.modules import Assembled
 from support.ranks import distributed
 from support.surface.ranks import everyone
-
-
-def step(net: nn.Module, **kwargs: Any) -> None:
-    """One forward and backward."""
-    net(batch(**kwargs)).square().sum().backward()
-
 
 # -- in which layout ------------------------------------------------------------------------------
 
@@ -78,7 +79,7 @@ def test_ranks_that_use_different_parameters_issue_the_same_collectives() -> Non
     calls = [call for call in recorder.calls if not call.startswith("wait")]
     found = everyone((calls, recorder.reduced_numels))
     assert all(each == found[0] for each in found)
-    assert_close_to(full_gradients(model), averaged_gradients(plain))
+    assert_gradients_of(model, plain)
 
 
 @distributed(2, 4)
@@ -161,4 +162,93 @@ def test_a_hook_on_a_sharded_gradient_runs_once_per_reduction() -> None:
     for _ in range(2):
         step(net)
     assert sorted(seen) == sorted(name for name, _ in net.named_parameters() for _ in range(2))
+    assert_all_returned(net)
+
+
+# -- when graphs die -------------------------------------------------------------------------------
+
+
+RESHARD = pytest.mark.parametrize("reshard", [True, False, None])
+
+
+def with_optimizer(reshard: bool | None) -> tuple[Any, torch.optim.Optimizer]:
+    """A sharded ``Net`` and an optimizer, whose ``zero_grad`` sees the shards at any time."""
+    net = make_net(ours, reshard_after_forward=reshard)
+    return net, torch.optim.SGD(list(net.parameters()), lr=0.1)
+
+
+def check_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One step after which all ranks have issued the same collectives, and the right gradients."""
+    recorder = record(net)
+    optimizer.zero_grad()
+    net(batch(seed=2, requires_grad=True)).square().sum().backward()
+    calls = [call for call in recorder.calls if not call.startswith("wait")]
+    assert all(each == calls for each in everyone(calls))
+    plain = make_net(None)
+    plain(batch(seed=2)).square().sum().backward()
+    assert_gradients_of(net, plain)
+
+
+@pytest.mark.cross
+@RESHARD
+@distributed(2, 4, matrix=[4], timeout=10)
+def test_one_rank_may_keep_an_output_that_the_others_drop(reshard: bool | None) -> None:
+    net, optimizer = with_optimizer(reshard)
+    kept = [net(batch())]
+    if dist.get_rank() != 0:
+        kept.clear()
+    check_step(net, optimizer)
+    kept.clear()
+    check_step(net, optimizer)
+    assert_all_returned(net)
+
+
+@RESHARD
+@distributed(2, timeout=10)
+def test_one_rank_may_drop_an_output_later_than_the_others(reshard: bool | None) -> None:
+    net, optimizer = with_optimizer(reshard)
+    kept = [net(batch()), net(batch(seed=3))]
+    loss = net(batch(seed=2, requires_grad=True)).square().sum()
+    if dist.get_rank() == 0:
+        kept.clear()
+    loss.backward()
+    kept.clear()
+    check_step(net, optimizer)
+
+
+@RESHARD
+@distributed(2, timeout=10)
+def test_an_error_may_keep_a_graph_until_the_garbage_collector_runs(reshard: bool | None) -> None:
+    class Cycle:
+        def __init__(self, output: torch.Tensor) -> None:
+            self.output, self.me = output, self
+
+    net, optimizer = with_optimizer(reshard)
+    gc.disable()
+    try:
+        Cycle(net(batch()))
+        if dist.get_rank() == 0:
+            gc.collect()
+        check_step(net, optimizer)
+    finally:
+        gc.enable()
+
+
+@distributed(2, timeout=10)
+def test_a_graph_may_die_on_another_thread() -> None:
+    net, optimizer = with_optimizer(False)
+    died: list[bool] = []
+    real = ForwardPass.__del__
+
+    def note(use: ForwardPass) -> None:
+        died.append(threading.current_thread() is threading.main_thread())
+        real(use)
+
+    with mock.patch.object(ForwardPass, "__del__", note):
+        outputs = [net(batch())]
+        thread = threading.Thread(target=outputs.clear)
+        thread.start()
+        thread.join()
+    assert died and not any(died)
+    check_step(net, optimizer)
     assert_all_returned(net)

@@ -45,7 +45,6 @@ def one_step(net: nn.Module) -> None:
 
 
 def two_forwards(net: nn.Module) -> None:
-    """Two forwards, then the backward of both."""
     (net(batch(seed=1)).square().sum() + net(batch(seed=2)).sum()).backward()
 
 
@@ -126,26 +125,6 @@ def test_two_forwards_then_the_backward_of_both(reentrant: bool, nested: bool) -
 
 
 # -- the lease itself -----------------------------------------------------------------------------
-
-
-@REENTRANT
-@distributed(2)
-def test_a_recomputation_hands_its_lease_to_the_backward_that_follows(reentrant: bool) -> None:
-    net = make_net(ours, nested=True, outer=reentrant, blocks=1)
-    up, seen = group_of(net.blocks[0].up), []
-
-    def look(*_: object) -> None:
-        leases = [kind for kind in LeaseKind if up.leases.count(kind)]
-        seen.append((up.state, leases))
-
-    # runs in the forward, in the recomputation, and nowhere else
-    net.blocks[0].down.register_forward_pre_hook(look)
-    net(batch()).sum().backward()
-    assert seen == [
-        (ShardedState.SHARDED, []),
-        (ShardedState.UNSHARDED, [LeaseKind.RECOMPUTE]),
-    ]
-    assert_all_returned(net)
 
 
 def make_two(shard: Shard, forward: Callable[..., Any]) -> Any:

@@ -1,4 +1,4 @@
-"""DESIGN's leases that a user takes, and those of forwards without gradients."""
+"""DESIGN's leases of graphs, of users, and of forwards without gradients."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import DefaultAllGather, ProcessGroupTransport
 from fullshard.sharding import fully_shard
 from fullshard.sharding import unsharded as fullshard_unsharded
-from fullshard.sharding.base.states import LeaseKind, ShardedState
+from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.hooks.lookup import the_state
 from support.events.models import batch, make_net
 from support.events.recorder import (
@@ -28,8 +27,10 @@ from support.events.recorder import (
     group_of,
     ours,
     record,
+    shard_with_torch,
     unsharded,
 )
+from support.modules import Assembled
 from support.ranks import distributed
 
 
@@ -37,6 +38,62 @@ def plain(net: Any) -> list[str]:
     """Which modules of a ``Net`` hold plain parameters now."""
     places = {"root": net.head, **{str(i): block.up for i, block in enumerate(net.blocks)}}
     return [name for name, each in places.items() if not isinstance(each.weight, DTensor)]
+
+
+# -- graphs ---------------------------------------------------------------------------------------
+
+
+@distributed(2)
+def test_a_module_that_runs_twice_in_a_forward_is_gathered_for_each() -> None:
+    def twice(m: Any, x: torch.Tensor) -> torch.Tensor:
+        for block in (0, 1, 0):
+            x = m.inside.blocks[block](x)
+        return m.inside.head(x)
+
+    def make(shard: Shard) -> nn.Module:
+        model = Assembled(twice, inside=make_net(None, blocks=2))
+        for module in (*model.inside.blocks, model):
+            shard(module)
+        return model
+
+    mine, _ = against_torch(lambda model, _: model(batch()).sum().backward(), make=make)
+    first, second = "inside.blocks.0", "inside.blocks.1"
+    assert mine.recorder.gathers == ["root", first, second, first, first, second, first]
+
+
+@distributed(2)
+def test_of_two_graphs_each_holds_the_groups_for_itself() -> None:
+    net = make_net(ours, reshard_after_forward=False)
+    first, second = net(batch(seed=1)), net(batch(seed=2))
+    del first
+    assert unsharded(net) == ["root", "0", "1", "2"]
+    second.sum().backward()
+    assert_all_returned(net)
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@distributed(2)
+def test_a_graph_holds_its_groups_through_the_backward_of_another(reshard: bool | None) -> None:
+    def scenario(shard: Shard) -> tuple[nn.Module, Recorder]:
+        net = make_net(shard, reshard_after_forward=reshard)
+        recorder = record(net)
+        losses = [net(batch(seed=seed)).square().sum() for seed in (1, 2)]
+        recorder.clear()
+        for loss in losses:
+            loss.backward()
+        return net, recorder
+
+    theirs, recorder_of_torch = scenario(shard_with_torch)
+    mine, recorder = scenario(ours)
+    assert_close_to(full_gradients(mine), full_gradients(theirs))
+    assert_all_returned(mine)
+    assert recorder.reductions == gathered("2 1 0 root 2 1 0 root")
+    wanted = {True: "root 2 1 0 root 2 1 0", None: "2 1 0 2 1 0", False: ""}[reshard]
+    assert recorder.gathers == gathered(wanted)
+    # Torch reshards a group at the backward of any forward, so for the second it gathers again what
+    # ours still holds for it.
+    saved = {True: 0, None: 1, False: 4}[reshard]
+    assert len(recorder_of_torch.gathers) == len(recorder.gathers) + saved
 
 
 # -- user -----------------------------------------------------------------------------------------
@@ -227,17 +284,6 @@ def test_a_forward_without_gradients_stays_unsharded_until_the_parameters_change
     assert recorder.gathers == gathered("root 0 1 2 root 0 1 2")
 
 
-@distributed(2)
-def test_a_grad_forward_takes_over_what_one_without_gradients_left() -> None:
-    net = make_net(ours, reshard_after_forward=False)
-    with torch.no_grad():
-        net(batch())
-    output = net(batch())
-    assert group_of(net.blocks[0]).leases.count(LeaseKind.KEPT) == 0
-    output.sum().backward()
-    assert_all_returned(net)
-
-
 @pytest.mark.parametrize("reshard", [True, False, None])
 @distributed(2)
 def test_zero_grad_after_an_evaluation_clears_the_gradients_of_what_stayed_unsharded(
@@ -277,12 +323,8 @@ class _Noting(DefaultAllGather):
         self.asked: list[bool] = []
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> Any:
         self.asked.append(async_op)
         return super().__call__(output_tensor, input_tensor, group, async_op)
 

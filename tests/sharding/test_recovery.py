@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -133,13 +131,6 @@ def _assert_gradients_of(net: Any, plain: nn.Module, *micros: int) -> None:
         torch.testing.assert_close(param.grad.full_tensor(), whole.grad)
 
 
-@contextmanager
-def _no_warning() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-
-
 @pytest.mark.parametrize("waits", [True, False])
 @distributed(2)
 def test_sharded_gradients_of_micro_batches_before_an_error_survive_it(waits: bool) -> None:
@@ -148,8 +139,7 @@ def test_sharded_gradients_of_micro_batches_before_an_error_survive_it(waits: bo
     _backward(net, 0)
     _backward(net, 1)
     _fail(net)
-    with _no_warning():
-        net.reset_iter_state()
+    net.reset_iter_state()
     net.set_is_last_backward(True)
     _backward(net, 2)
     _assert_gradients_of(net, plain, 0, 1, 2)
@@ -165,8 +155,7 @@ def test_unless_the_user_asked_to_keep_them(fails_synchronised: bool) -> None:
     _backward(net, 1)
     net.set_requires_gradient_sync(fails_synchronised)
     _fail(net)
-    with _no_warning():
-        net.reset_iter_state()
+    net.reset_iter_state()
     net.set_requires_gradient_sync(True)
     _backward(net, 2)
     _assert_gradients_of(net, plain, 0, 1, 2)
@@ -209,8 +198,7 @@ def test_partial_results_of_a_hybrid_mesh_are_dropped_loudly_or_kept(
     net.set_requires_all_reduce(waits)
     _fail(net)
     if keep:
-        with _no_warning():
-            net.reset_iter_state()
+        net.reset_iter_state()
     else:
         with pytest.warns(RuntimeWarning, match="without communication, are dropped"):
             net.reset_iter_state()
@@ -273,9 +261,8 @@ def test_after_a_forward_that_was_interrupted_steps_are_right_without_a_word(whe
     with pytest.raises(KeyboardInterrupt) as caught:
         net(_batch(7, dist.get_rank()))
     hook.remove()
-    with _no_warning():
-        _assert_step_of_both(net, plain, 0)
-        _assert_step_of_both(net, plain, 1)
+    _assert_step_of_both(net, plain, 0)
+    _assert_step_of_both(net, plain, 1)
     assert caught.tb is not None, "frames that ended are alive, as in a notebook"
 
 
@@ -320,8 +307,7 @@ def test_what_a_program_may_do_after_a_backward_that_raised(what: str) -> None:
     handle.remove()
     with pytest.warns(RuntimeWarning, match="did not finish"):
         AFTER_AN_ERROR[what](net, plain)
-    with _no_warning():
-        _assert_step_of_both(net, plain, 0)
+    _assert_step_of_both(net, plain, 0)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError, ValueError])
@@ -344,8 +330,7 @@ def test_after_a_reduction_that_raised_the_next_steps_are_right(
         net(_batch(7, dist.get_rank())).sum().backward()
     with pytest.warns(RuntimeWarning, match="did not finish"):
         _assert_step_of_both(net, plain, 0)
-    with _no_warning():
-        _assert_step_of_both(net, plain, 1)
+    _assert_step_of_both(net, plain, 1)
 
 
 @distributed(2)
