@@ -11,15 +11,13 @@ import torch
 from torch import nn
 
 from fullshard.comm import EventKind, EventLog, observe
-from support.events.models import DIM, batch, make_net
+from support.events.models import DIM, batch, make_net, step
 from support.events.recorder import (
     STEP,
     Recorder,
     Shard,
     against_torch,
-    assert_close_to,
-    averaged_gradients,
-    full_gradients,
+    assert_gradients_of,
     gathered,
     ours,
     record,
@@ -27,12 +25,6 @@ from support.events.recorder import (
 from support.modules import Assembled
 from support.products import few
 from support.ranks import distributed
-
-
-def step(net: nn.Module, recorder: Recorder | None = None, **kwargs: Any) -> None:
-    """One forward and backward."""
-    net(batch(**kwargs)).square().sum().backward()
-
 
 # -- programs beside torch ------------------------------------------------------------------------
 
@@ -126,7 +118,9 @@ def prefetch_of_one_module(net: Any, recorder: Recorder) -> None:
 
 
 PROGRAMS = {
-    "a step": Program(run=step, gathers={None: STEP, True: 8, False: "root 0 1 2"}),
+    "a step": Program(
+        run=lambda net, _: step(net), gathers={None: STEP, True: 8, False: "root 0 1 2"}
+    ),
     "a second step": Program(run=second_step, gathers={None: STEP, True: 8, False: "root 0 1 2"}),
     "accumulation": Program(run=accumulate, gathers={None: f"{STEP} {STEP} {STEP}", True: 24}),
     "accumulation, resharded once": Program(
@@ -194,7 +188,7 @@ def test_gradients_of_a_backward_that_is_not_the_last_appear_with_the_last() -> 
     plain = make_net(None)
     for seed in (0, 1):
         step(plain, seed=seed)
-    assert_close_to(full_gradients(net), averaged_gradients(plain))
+    assert_gradients_of(net, plain)
 
 
 @distributed(2)
@@ -217,7 +211,7 @@ def test_groups_reached_for_some_uses_only_reduce_at_the_end_in_reverse_first_fo
     plain = make_net(None)
     for seed in (1, 2):
         step(plain, seed=seed)
-    assert_close_to(full_gradients(net), averaged_gradients(plain))
+    assert_gradients_of(net, plain)
 
 
 def _fork() -> Any:
@@ -231,7 +225,6 @@ def _fork() -> Any:
 
 
 def make_fork(shard: Shard | None, **arguments: Any) -> Any:
-    """A ``Fork``, sharded."""
     torch.manual_seed(0)
     fork = _fork()
     if shard is not None:
@@ -262,4 +255,4 @@ def test_a_graph_that_backward_left_in_part_can_be_finished_later() -> None:
         left.sum().backward(retain_graph=True)
         right.square().sum().backward()
     assert recorder.reductions == ["left", "root", "right", "root"]
-    assert_close_to(full_gradients(fork), averaged_gradients(plain))
+    assert_gradients_of(fork, plain)

@@ -19,8 +19,7 @@ from support.events.recorder import (
     Shard,
     against_torch,
     assert_all_returned,
-    assert_close_to,
-    averaged_gradients,
+    assert_gradients_of,
     by_name,
     events_of,
     full_gradients,
@@ -30,6 +29,7 @@ from support.events.recorder import (
 )
 from support.modules import Assembled
 from support.ranks import distributed
+from support.surface.ranks import everyone
 
 
 def step(net: Any) -> None:
@@ -269,16 +269,14 @@ PROGRAMS = {
 @pytest.mark.cross
 @pytest.mark.parametrize("program", PROGRAMS)
 @distributed(2, 4)
-def test_a_program_has_these_events_on_every_rank(program: str, world_size: int) -> None:
+def test_a_program_has_these_events_on_every_rank(program: str) -> None:
     row = PROGRAMS[program]
     state = row.first(row.make(ours, **row.options))
     events = events_of(lambda: row.watched(state))
     if row.of:
         events = [line for line in events if line.partition(" ")[2] in row.of]
     assert events == by_name(row.events)
-    everyone: list[list[str]] = [[] for _ in range(world_size)]
-    dist.all_gather_object(everyone, events)
-    assert all(each == events for each in everyone)
+    assert all(each == events for each in everyone(events))
 
 
 @distributed(2)
@@ -429,8 +427,7 @@ def test_a_retained_graph_of_a_list_of_modules_runs_backward_twice() -> None:
         loss = model(leaf_batch()).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
-    assert_close_to(full_gradients(pair), averaged_gradients(plain))
-    assert_all_returned(pair)
+    assert_gradients_of(pair, plain)
 
 
 @distributed(2)
@@ -447,5 +444,4 @@ def test_a_group_used_only_through_a_tied_weight_is_returned_and_reduced() -> No
     for model in (plain, tied):
         for _ in range(2):
             model(batch()).sum().backward()
-    assert_close_to(full_gradients(tied), averaged_gradients(plain))
-    assert_all_returned(tied)
+    assert_gradients_of(tied, plain)

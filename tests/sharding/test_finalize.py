@@ -23,6 +23,7 @@ from support.events.recorder import (
     Shard,
     assert_all_returned,
     assert_close_to,
+    assert_gradients_of,
     averaged_gradients,
     compare_with_torch,
     full_gradients,
@@ -55,6 +56,15 @@ def _wanted(*seeds: int) -> dict[str, torch.Tensor | None]:
     return averaged_gradients(plain)
 
 
+def _finish(net: Any, *seeds: int) -> None:
+    """Ends the step, with communication: gradients are those of backwards on these batches."""
+    net.set_requires_gradient_sync(True)
+    net.set_reshard_after_backward(True)
+    assert net.finalize_backward() is None
+    assert_all_returned(net)
+    assert_close_to(full_gradients(net), _wanted(*seeds))
+
+
 def _left(net: Any) -> list[bool]:
     """Whether each sharded parameter has a gradient."""
     groups = [group_of(each) for each in (net, *net.blocks)]
@@ -78,12 +88,8 @@ def test_gradients_stay_on_the_unsharded_parameters_until_the_step_is_finished(
     assert unsharded(net) == ["root", "0", "1", "2"]
     assert not any(_left(net))
     assert all(param.grad is not None for param in net.parameters())
-    net.set_requires_gradient_sync(True)
-    net.set_reshard_after_backward(True)
-    assert net.finalize_backward() is None
+    _finish(net, 0, 1, 2)
     assert sorted(recorder.reductions) == ["blocks.0", "blocks.1", "blocks.2", "root"]
-    assert_all_returned(net)
-    assert_close_to(full_gradients(net), _wanted(0, 1, 2))
 
 
 @distributed(2)
@@ -95,9 +101,7 @@ def test_without_synchronisation_each_backward_reshards_what_is_to_be_resharded(
     net.set_requires_gradient_sync(True)
     _backward(net, 1)
     assert unsharded(net) == ["root", "0"]
-    net.finalize_backward()
-    assert_all_returned(net)
-    assert_close_to(full_gradients(net), _wanted(0, 1))
+    _finish(net, 0, 1)
 
 
 @distributed(2)
@@ -108,9 +112,7 @@ def test_with_synchronisation_each_backward_reduces_and_the_gradients_appear_at_
         _backward(net, seed)
     assert recorder.reductions.count("blocks.1") == 2
     assert not any(_left(net))
-    net.finalize_backward()
-    assert_close_to(full_gradients(net), _wanted(0, 1))
-    assert_all_returned(net)
+    _finish(net, 0, 1)
 
 
 @pytest.mark.parametrize("synced", [(True, False), (False, True), (True, False, True)])
@@ -122,9 +124,7 @@ def test_synchronisation_may_change_between_the_backwards_of_a_step(
     for seed, each in enumerate(synced):
         net.set_requires_gradient_sync(each)
         _backward(net, seed)
-    net.set_requires_gradient_sync(True)
-    net.finalize_backward()
-    assert_close_to(full_gradients(net), _wanted(*range(len(synced))))
+    _finish(net, *range(len(synced)))
 
 
 @distributed(2)
@@ -136,9 +136,7 @@ def test_finalizing_without_synchronisation_reshards_and_keeps_the_gradients() -
     assert_all_returned(net)
     assert recorder.reductions == []
     _backward(net, 1)
-    net.set_requires_gradient_sync(True)
-    net.finalize_backward()
-    assert_close_to(full_gradients(net), _wanted(0, 1))
+    _finish(net, 0, 1)
 
 
 @distributed(2)
@@ -186,10 +184,7 @@ def test_gradients_that_are_set_after_a_backward_are_reduced_with_the_others() -
         params = list(net.parameters())
         for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
             param.grad = grad if param.grad is None else param.grad + grad
-    net.set_requires_gradient_sync(True)
-    net.set_reshard_after_backward(True)
-    net.finalize_backward()
-    assert_close_to(full_gradients(net), _wanted(0, 1))
+    _finish(net, 0, 1)
 
 
 # -- handles --------------------------------------------------------------------------------------
@@ -238,9 +233,7 @@ def test_replicas_agree_once_per_step() -> None:
     _by_hand(net)
     for seed in range(2):
         _backward(net, seed)
-    net.set_requires_gradient_sync(True)
-    net.finalize_backward()
-    assert_close_to(full_gradients(net), _wanted(0, 1))
+    _finish(net, 0, 1)
 
 
 def _skipping(module: Any, x: torch.Tensor, skips: bool) -> torch.Tensor:
@@ -265,8 +258,7 @@ def test_ranks_that_skip_a_group_in_canonical_order_still_reduce_it(synced: bool
             each(batch(seed=seed), dist.get_rank() == seed).square().sum().backward()
     net.set_requires_gradient_sync(True)
     net.finalize_backward()
-    assert_close_to(full_gradients(net), averaged_gradients(plain))
-    assert_all_returned(net)
+    assert_gradients_of(net, plain)
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -314,8 +306,7 @@ def test_in_the_middle_of_a_forward_or_backward_it_raises(call: str, backward: b
     handle.remove()
     net.reset_iter_state()
     _backward(net, 0)
-    net.finalize_backward()
-    assert_close_to(full_gradients(net), _wanted(0))
+    _finish(net, 0)
 
 
 @distributed(2)
@@ -346,8 +337,7 @@ def test_gradients_without_synchronisation_survive_too_if_asked() -> None:
     net.reset_iter_state()
     net.set_requires_gradient_sync(True)
     _backward(net, 2)
-    net.finalize_backward()
-    assert_close_to(full_gradients(net), _wanted(0, 2))
+    _finish(net, 0, 2)
 
 
 # -- beside torch ---------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from fullshard.sharding.base.states import ShardedState
 from support.events.models import DIM, batch, make_net
 from support.events.recorder import (
     assert_all_returned,
-    assert_close_to,
-    averaged_gradients,
+    assert_gradients_of,
     full_gradients,
     group_of,
     lifecycle,
@@ -91,8 +90,7 @@ def test_the_parameters_are_there_when_backward_reaches_only_what_was_changed_in
     use_only_the_changed_input(model).backward()
     assert seen == [ShardedState.UNSHARDED]
     use_only_the_changed_input(whole).backward()
-    assert_close_to(full_gradients(model), averaged_gradients(whole))
-    assert_all_returned(model)
+    assert_gradients_of(model, whole)
 
 
 @pytest.mark.parametrize("given", ["alone", "with another"])
@@ -114,8 +112,7 @@ def test_an_input_that_requires_a_gradient_only_afterwards_is_watched(given: str
             model.reshard()
         x.square().sum().backward()
     assert seen == [ShardedState.UNSHARDED]
-    assert_close_to(full_gradients(model), averaged_gradients(whole))
-    assert_all_returned(model)
+    assert_gradients_of(model, whole)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -131,7 +128,7 @@ def test_the_end_of_backward_ends_a_module_that_changed_its_input(reshard: bool)
         assert sorted(recorder.reductions) == ["0", "1", "2"]
         assert_all_returned(model)
         whole(batch(requires_grad=True)).square().sum().backward()
-    assert_close_to(full_gradients(model), averaged_gradients(whole))
+    assert_gradients_of(model, whole)
     events = lifecycle(log)
     ends = [events.index(f"post_backward {name}") for name in "201"]
     assert ends == sorted(ends), "the layer below ended first: only the end of backward ends it"
@@ -177,8 +174,7 @@ def test_a_leaf_may_be_changed_without_gradients() -> None:
         each(leaf).square().sum().backward()
     assert torch.equal(*leaves)
     torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
-    assert_close_to(full_gradients(layer), averaged_gradients(whole))
-    assert_all_returned(layer)
+    assert_gradients_of(layer, whole)
 
 
 # -- passed ---------------------------------------------------------------------------------------
@@ -199,34 +195,28 @@ CALLS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("call", [name for name in CALLS if name != "a parameter"])
-@distributed(2)
-def test_backward_ends_a_module_before_it_goes_on_below(call: str) -> None:
-    layer = ours(adding())
-    seen = []
-    leaf = batch(requires_grad=True)
-    x = leaf * 2
-    assert x.grad_fn is not None
-    CALLS[call](layer, x).sum().backward(retain_graph=True)
-    layer.zero_grad()
-    x.grad_fn.register_prehook(lambda grads: seen.append(group_of(layer).state))
-    CALLS[call](layer, x).sum().backward()
-    assert seen == [ShardedState.SHARDED]
-    assert_all_returned(layer)
-
-
 @pytest.mark.parametrize("call", CALLS)
 @distributed(2)
-def test_however_the_input_is_given_gradients_are_the_unsharded_ones(call: str) -> None:
+def test_however_the_input_is_given_backward_ends_the_module_before_it_goes_on_below(
+    call: str,
+) -> None:
     torch.manual_seed(4)
     whole = adding()
     layer = ours(copy.deepcopy(whole))
-    leaves = []
+    leaves: list[torch.Tensor] = []
+    seen: list[ShardedState] = []
+    CALLS[call](layer, batch())  # finds the root
     for each in (layer, whole):
         leaves.append(batch(requires_grad=True))
-        CALLS[call](each, leaves[-1] * 2).square().sum().backward()
+        x = leaves[-1] * 2
+        assert x.grad_fn is not None
+        if each is layer:
+            x.grad_fn.register_prehook(lambda grads: seen.append(group_of(layer).state))
+        CALLS[call](each, x).square().sum().backward()
+    if call != "a parameter":  # of which no gradient goes on
+        assert seen == [ShardedState.SHARDED]
     torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
-    assert_close_to(full_gradients(layer), averaged_gradients(whole))
+    assert_gradients_of(layer, whole)
 
 
 @distributed(2)
@@ -279,5 +269,4 @@ def test_a_hook_on_the_output_finds_the_parameters_and_may_change_the_gradient()
 
         each.blocks[1].register_forward_hook(watch)
         each(batch()).square().sum().backward()
-    assert_close_to(full_gradients(net), averaged_gradients(whole))
-    assert_all_returned(net)
+    assert_gradients_of(net, whole)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import EventKind, EventLog, observe
-from fullshard.policies import DepthPrefetch, NoPrefetch
-from fullshard.sharding.base.states import LeaseKind, ShardedState
-from support.events.models import batch, make_net
+from fullshard.policies import DepthPrefetch
+from fullshard.sharding.base.states import ShardedState
+from support.events.models import batch, make_net, step
 from support.events.recorder import (
     Recorder,
     Shard,
@@ -28,11 +29,6 @@ from support.modules import Assembled
 from support.ranks import distributed
 
 
-def step(net: nn.Module) -> None:
-    """One forward and backward."""
-    net(batch()).square().sum().backward()
-
-
 def brief(recorder: Recorder) -> str:
     """Gathers and waits, as ``"g0 w0"``; the root is ``r``."""
     return " ".join(
@@ -40,6 +36,11 @@ def brief(recorder: Recorder) -> str:
         for call in recorder.calls
         if not call.startswith("reduce")
     )
+
+
+def mark(recorder: Recorder, call: str, *_: object) -> None:
+    """A hook that notes when it ran."""
+    recorder.calls.append(call)
 
 
 # -- policies -------------------------------------------------------------------------------------
@@ -70,33 +71,6 @@ def test_a_depth_policy_gathers_as_torchs_lists_of_that_depth(depth: int) -> Non
         return net
 
     against_torch(lambda net, _: step(net), make=make)
-
-
-@distributed(2)
-def test_a_depth_of_two_holds_two_groups_ahead() -> None:
-    net = make_net(ours, prefetch_policy=DepthPrefetch(forward=2, backward=2))
-    step(net)
-    recorder, ahead = record(net), []
-
-    def look(*_: object) -> None:
-        counts = [group_of(block).leases.count(LeaseKind.PREFETCH) for block in net.blocks]
-        ahead.append([index for index, count in enumerate(counts) if count])
-
-    for block in net.blocks:
-        block.up.register_forward_hook(look)
-    step(net)
-    assert brief(recorder).startswith("gr wr g0 g1 w0 g2 w1 w2 g2 g1 w2 g0")
-    assert ahead == [[1, 2], [2], []]
-
-
-@distributed(2)
-def test_no_prefetch_gathers_each_group_when_it_is_needed() -> None:
-    net = make_net(ours, prefetch_policy=NoPrefetch())
-    recorder = record(net)
-    for _ in range(2):
-        recorder.clear()
-        step(net)
-    assert brief(recorder) == "gr wr g0 w0 g1 w1 g2 w2 g2 w2 g1 w1 g0 w0"
 
 
 @distributed(2)
@@ -163,26 +137,6 @@ def test_a_forward_in_another_order_than_the_last_prefetches_nothing_wrong() -> 
 
 
 # -- who claims it --------------------------------------------------------------------------------
-
-
-@distributed(2)
-def test_a_prefetched_group_is_handed_to_its_user_who_returns_it() -> None:
-    net = make_net(ours)
-    net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1]])
-    group, seen = group_of(net.blocks[1]), []
-
-    def note(*_: object) -> None:
-        seen.append((group.state, [kind for kind in LeaseKind if group.leases.count(kind)]))
-
-    net.blocks[0].up.register_forward_hook(note)
-    net.blocks[1].up.register_forward_hook(note)
-    net.blocks[2].up.register_forward_hook(note)
-    net(batch())
-    assert seen == [
-        (ShardedState.UNSHARDING, [LeaseKind.PREFETCH]),
-        (ShardedState.UNSHARDED, [LeaseKind.FORWARD]),
-        (ShardedState.SHARDED, []),
-    ]
 
 
 @distributed(2)
@@ -270,31 +224,20 @@ def test_values_gathered_ahead_before_a_change_of_the_parameters_are_gathered_ag
 
 
 @distributed(2, 4)
-def test_a_prefetched_gather_is_not_waited_for_before_its_own_pre_forward() -> None:
+def test_a_prefetched_gather_is_not_waited_for_before_its_use() -> None:
     net = make_net(ours)
     net.set_modules_to_forward_prefetch([net.blocks[0], net.blocks[1]])
     net.blocks[0].set_modules_to_forward_prefetch([net.blocks[2]])
     recorder = record(net)
-    for index, block in enumerate(net.blocks):
-        mark = recorder.calls.append
-        block.up.register_forward_hook(lambda *_, mark=mark, index=index: mark(f"compute {index}"))
-    net(batch())
-    assert brief(recorder) == "gr wr g0 g1 w0 g2 c0 w1 c1 w2 c2"
-
-
-@distributed(2, 4, matrix=[4])
-def test_a_prefetched_gather_is_not_waited_for_before_its_own_pre_backward() -> None:
-    net = make_net(ours)
-    recorder = record(net)
+    marks = [partial(mark, recorder, f"compute {index}") for index in range(3)]
+    for block, each in zip(net.blocks, marks, strict=True):
+        block.up.register_forward_hook(each)
     loss = net(batch()).sum()
+    assert brief(recorder) == "gr wr g0 g1 w0 g2 c0 w1 c1 w2 c2"
     recorder.clear()
-    for index, block in enumerate(net.blocks):
-        mark = recorder.calls.append
+    for block, each in zip(net.blocks, marks, strict=True):
         # fires when all of the block's backward but its first linear is over
-        param = group_of(block).params[0].unsharded
-        param.register_post_accumulate_grad_hook(
-            lambda *_, mark=mark, index=index: mark(f"compute {index}")
-        )
+        group_of(block).params[0].unsharded.register_post_accumulate_grad_hook(each)
     loss.backward()
     assert brief(recorder) == "g2 w2 g1 c2 w1 g0 c1 w0 c0"
 

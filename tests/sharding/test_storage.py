@@ -18,18 +18,14 @@ from fullshard.sharding.base.states import ShardedState
 from support.apart import private_memory
 from support.events.models import batch, make_net
 from support.events.recorder import (
-    assert_close_to,
-    averaged_gradients,
-    full_gradients,
+    assert_gradients_of,
     group_of,
     ours,
 )
-from support.modules import Assembled
 from support.ranks import distributed
 
 
 def groups_of(net: Any) -> dict[str, Any]:
-    """The groups of a ``Net`` by the names of their modules."""
     return {"": group_of(net)} | {
         f"blocks.{index}": group_of(block) for index, block in enumerate(net.blocks)
     }
@@ -41,7 +37,6 @@ def identity(tensor: torch.Tensor) -> int:
 
 
 def storages(net: nn.Module) -> dict[str, set[int]]:
-    """Per group, the storages of its unsharded parameters."""
     return {
         name: {identity(param.unsharded) for param in group.params}
         for name, group in groups_of(net).items()
@@ -91,7 +86,6 @@ class Aliases:
 
 
 def one_forward(net: nn.Module) -> torch.Tensor:
-    """One forward."""
     return net(batch()).square().sum()
 
 
@@ -124,7 +118,7 @@ def check_aliases(run: Callable[[nn.Module], torch.Tensor], **arguments: Any) ->
         assert aliases.wrong == [], f"backward read {aliases.wrong}"
     plain = make_net(None)
     run(plain).backward()
-    assert_close_to(full_gradients(net), averaged_gradients(plain))
+    assert_gradients_of(net, plain)
 
 
 def check_identity(run: Callable[[nn.Module], torch.Tensor], **arguments: Any) -> None:
@@ -191,38 +185,6 @@ def test_an_alias_taken_by_hand_is_the_same_memory_after_a_refill() -> None:
 
 
 # -- version counters -----------------------------------------------------------------------------
-
-
-def saves_its_weight() -> Any:
-    """Saves the parameter itself for backward, not an alias."""
-    weight = nn.Parameter(torch.linspace(0.5, 1.5, 8))
-    return Assembled(lambda m, x: x * m.weight * m.weight, weight=weight)
-
-
-def refill_under_a_graph() -> list[int]:
-    """Refills a group whose parameter a graph saved; the parameter's version at each gather."""
-    model = nn.Sequential(saves_its_weight(), saves_its_weight())
-    for module in (*model, model):
-        ours(module)
-    group, versions = group_of(model[0]), []
-
-    class AtEachGather:
-        def on_event(self, event: Event) -> None:
-            if event.kind is EventKind.WAIT and event.name == group.name:
-                versions.append(group.params[0].unsharded._version)
-
-    with observe(AtEachGather()):
-        loss = model(batch(requires_grad=True)).sum() + model(batch()).sum()
-        with torch.no_grad():
-            model(batch())
-        loss.backward()
-    return versions
-
-
-@distributed(2)
-def test_a_refill_is_no_change_in_place_for_autograd() -> None:
-    versions = refill_under_a_graph()
-    assert len(versions) >= 4 and len(set(versions)) == 1
 
 
 @distributed(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from support.events.models import DIM, make_inputs, make_net
 from support.gather_hooks import BFloat16Travel
 from support.modules import Assembled
 from support.parity.compare import assert_equal, rounding
+from support.parity.models import CASES
+from support.parity.models import build as build_case
 from support.ranks import cpu_mesh, distributed, run_on_ranks
 from support.surface.errors import says
 from support.tp_model import batch, build, parallelize, shard
@@ -26,7 +29,6 @@ RANKS = pytest.mark.parametrize("rank0", [False, True], ids=["all-ranks", "rank0
 
 
 def add_one(model: nn.Module) -> None:
-    """Changes every parameter."""
     with torch.no_grad():
         for param in model.parameters():
             param.add_(1)
@@ -71,19 +73,33 @@ def _scaled() -> Any:
     return Assembled(lambda m, x: m.gain * (x @ m.weight.t()), gain=gain, weight=weight)
 
 
-def _hybrid(model: nn.Module) -> Any:
-    return fully_shard(model, mesh=cpu_mesh((2, 2), ("replicate", "shard")))
+def _on_mesh(shape: tuple[int, int], model: nn.Module) -> Any:
+    return fully_shard(model, mesh=cpu_mesh(shape, ("replicate", "shard")))
 
 
 def _offloaded(model: nn.Module) -> Any:
     return fully_shard(model, mesh=cpu_mesh(), offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
+def _case(name: str) -> tuple[int, Callable[[], Any], Callable[[Any], Any]]:
+    """A model of the parity tests, with parameters of the dtypes that it has."""
+
+    def shard_it(model: Any) -> Any:
+        for unit in CASES[name].units_of(model):
+            fully_shard(unit, mesh=cpu_mesh())
+        return fully_shard(model, mesh=cpu_mesh())
+
+    return 2, partial(build_case, CASES[name], None), shard_it
+
+
+NET = partial(make_net, None)
 KINDS: dict[str, tuple[int, Callable[[], Any], Callable[[Any], Any]]] = {
     "a 0-d parameter": (2, _scaled, lambda model: fully_shard(model, mesh=cpu_mesh())),
-    "replicated": (2, lambda: make_net(None), lambda model: replicate(model, mesh=cpu_mesh())),
-    "offloaded": (2, lambda: make_net(None), _offloaded),
-    "hybrid": (4, lambda: make_net(None), _hybrid),
+    "replicated": (2, NET, lambda model: replicate(model, mesh=cpu_mesh())),
+    "offloaded": (2, NET, _offloaded),
+    "hybrid": (4, NET, partial(_on_mesh, (2, 2))),
+    "a world of one": (2, NET, partial(_on_mesh, (2, 1))),
+    **{name: _case(name) for name in ("empty", "tied-across-groups", "many-dtypes")},
 }
 
 
@@ -104,8 +120,9 @@ def test_parameters_of_each_kind_are_written_back_on_every_rank(
                 add_one(model)
         add_one(whole)
         assert_whole(model, whole)
-        inputs = make_inputs(dist.get_rank())
-        assert torch.equal(model(inputs), whole(inputs))
+        if kind not in CASES:
+            inputs = make_inputs(dist.get_rank())
+            assert torch.equal(model(inputs), whole(inputs))
 
     run_on_ranks(body, ranks)
 
