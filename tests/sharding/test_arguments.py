@@ -161,12 +161,14 @@ def test_modules_that_share_one_can_both_be_sharded() -> None:
     assert shared.weight.grad is not None
 
 
+@pytest.mark.parametrize("first", [fully_shard, replicate], ids=["sharded", "replicated"])
 @distributed(2)
-def test_a_module_given_in_two_calls_is_an_error() -> None:
-    linear = fully_shard(nn.Linear(2, 2))
-    for again in (linear, [nn.Linear(2, 2), linear]):
-        with pytest.raises(ValueError, match=says("Linear", "before")):
-            fully_shard(again)
+def test_a_module_given_in_two_calls_is_an_error(first: Any) -> None:
+    linear = first(nn.Linear(2, 2))
+    for again in (fully_shard, replicate):
+        for given in (linear, [nn.Linear(2, 2), linear]):
+            with pytest.raises(ValueError, match=says("Linear", "fully_shard or replicate before")):
+                again(given)
     assert linear(torch.ones(1, 2)).shape == (1, 2)
 
 

@@ -32,6 +32,7 @@ from support.apart import apart, private_memory
 from support.modules import Assembled, Residual
 from support.products import few
 from support.ranks import distributed
+from support.surface.ranks import everyone
 
 WIDTH = 6
 
@@ -432,9 +433,7 @@ def test_ranks_that_run_different_unsharded_groups_make_the_same_buckets() -> No
             tuple(each.name for each in buckets[group].groups) if group in buckets else ()
             for group in groups_of(model)
         ]
-        both: list[Any] = [None, None]
-        dist.all_gather_object(both, mine)
-        assert both[0] == both[1]
+        assert all(each == mine for each in everyone(mine))
         assert mine[0] == ("layers.0", "layers.1", "layers.4", "layers.5")
         for expert in (2, 3):
             model.layers[expert].reshard()

@@ -20,6 +20,7 @@ from support.parity.models import CASES, Case, build
 from support.parity.reference import my_rows, rows_of
 from support.ranks import distributed
 from support.surface.errors import says
+from support.surface.ranks import everyone
 
 
 def after_backward(
@@ -40,7 +41,6 @@ def backward(case: Case, model: nn.Module, dtype: torch.dtype, rows: slice) -> N
 
 
 def collectives(mode: CommDebugMode) -> dict[str, int]:
-    """How many collectives of each kind ran."""
     return {str(kind).split(".")[-1]: n for kind, n in mode.get_comm_counts().items() if n}
 
 
@@ -93,9 +93,7 @@ def test_it_is_one_all_reduce_and_a_plain_tensor_that_is_equal_on_all_ranks(orde
     assert [event.kind for event in log.events] == [EventKind.ALL_REDUCE] * 2
     assert type(norm) is torch.Tensor
     assert norm.shape == () and norm.dtype is torch.float32
-    everyone = [torch.empty_like(norm) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, norm)
-    assert all(torch.equal(each, norm) for each in everyone)
+    assert all(torch.equal(each, norm) for each in everyone(norm))
 
 
 @distributed(2)

@@ -28,7 +28,6 @@ DTYPE = torch.float64
 
 
 def grid() -> DeviceMesh:
-    """Four ranks, two by two."""
     return cpu_mesh((2, 2), ("outer", "inner"))
 
 
@@ -110,53 +109,57 @@ def test_groups_on_different_meshes_need_one_all_reduce(order: float) -> None:
 
 
 @BOTH_ORDERS
-@distributed(4)
-def test_tensor_parallel_parameters_count_by_their_placements(order: float) -> None:
-    mesh = grid()
-    gradients = [numbers(seed) for seed in range(4)]
-    params = [
-        parameter(gradients[0], mesh, Shard(0), Shard(1)),
-        parameter(gradients[1], mesh, Shard(0), Replicate()),
-        parameter(gradients[2], mesh, Replicate(), Replicate()),
-        *fsdp(gradients[3], mesh["outer"]).parameters(),  # tensor parallel ranks hold copies
-    ]
-    assert all_reduces(lambda: grad_norm(params, order)) == 1
-    torch.testing.assert_close(grad_norm(params, order), norm_of(gradients, order))
-
-
-@BOTH_ORDERS
-@distributed(4)
-def test_meshes_of_which_none_holds_the_others_are_spanned_by_all_ranks(order: float) -> None:
-    mesh, gradients = grid(), [numbers(seed) for seed in range(2)]
-    params = [
-        *fsdp(gradients[0], mesh["outer"]).parameters(),
-        parameter(gradients[1], mesh["inner"], Shard(0)),
-    ]
-    assert all_reduces(lambda: grad_norm(params, order)) == 1
-    torch.testing.assert_close(grad_norm(params, order), norm_of(gradients, order))
-
-
-@BOTH_ORDERS
 @distributed(2, 4, matrix=[4])
 def test_plain_parameters_are_the_same_on_all_ranks_and_count_once(order: float) -> None:
     gradients = [numbers(0), numbers(1) * 10]
     module = fsdp(gradients[0], cpu_mesh())
-    plain = nn.Parameter(torch.zeros(7, 3, dtype=DTYPE))
-    plain.grad = gradients[1].clone()
+    plain = _plain(gradients[1])
     params = [*module.parameters(), plain]
     want = norm_of(gradients, order)
     torch.testing.assert_close(clip_grad_norm_(params, 0.5, order), want)
     torch.testing.assert_close(plain.grad, gradients[1] * 0.5 / (want + 1e-6))
 
 
-@BOTH_ORDERS
-@distributed(4)
-def test_plain_parameters_count_once_on_several_meshes_too(order: float) -> None:
-    gradients = [numbers(0), numbers(1), numbers(2)]
-    plain = nn.Parameter(torch.zeros(7, 3, dtype=DTYPE))
-    plain.grad = gradients[2].clone()
+def _plain(gradient: torch.Tensor) -> nn.Parameter:
+    """A parameter that is whole, and the same, on every rank."""
+    param = nn.Parameter(torch.zeros_like(gradient))
+    param.grad = gradient.clone()
+    return param
+
+
+def _tensor_parallel(*gradients: torch.Tensor) -> list[nn.Parameter]:
+    mesh = grid()
+    return [
+        parameter(gradients[0], mesh, Shard(0), Shard(1)),
+        parameter(gradients[1], mesh, Shard(0), Replicate()),
+        parameter(gradients[2], mesh, Replicate(), Replicate()),
+        *fsdp(gradients[3], mesh["outer"]).parameters(),  # tensor parallel ranks hold copies
+    ]
+
+
+def _none_holds_the_others(*gradients: torch.Tensor) -> list[nn.Parameter]:
+    mesh = grid()
+    sharded = parameter(gradients[1], mesh["inner"], Shard(0))
+    return [*fsdp(gradients[0], mesh["outer"]).parameters(), sharded]
+
+
+def _plain_beside_several(*gradients: torch.Tensor) -> list[nn.Parameter]:
     modules = [fsdp(gradients[0], cpu_mesh()), fsdp(gradients[1], grid())]
-    params = [plain, *(param for module in modules for param in module.parameters())]
+    return [_plain(gradients[2]), *(param for each in modules for param in each.parameters())]
+
+
+@BOTH_ORDERS
+@pytest.mark.parametrize(
+    ("count", "make"),
+    [(4, _tensor_parallel), (2, _none_holds_the_others), (3, _plain_beside_several)],
+)
+@distributed(4)
+def test_each_parameter_counts_by_its_placements_in_one_all_reduce(
+    count: int, make: Callable[..., list[nn.Parameter]], order: float
+) -> None:
+    gradients = [numbers(seed) for seed in range(count)]
+    params = make(*gradients)
+    assert all_reduces(lambda: grad_norm(params, order)) == 1
     torch.testing.assert_close(grad_norm(params, order), norm_of(gradients, order))
 
 

@@ -37,7 +37,6 @@ def used(precision: MixedPrecisionPolicy | None = None) -> Any:
 
 
 def filled(value: float) -> nn.Sequential:
-    """The unsharded model with all parameters ``value``."""
     model = net()
     for param in model.parameters():
         nn.init.constant_(param, value)
@@ -158,33 +157,24 @@ def test_a_dtensor_that_is_nobodys_parameter_takes_its_new_data_too() -> None:
     assert torch.equal(mine.full_tensor(), torch.full((3, 4), 2.0))
 
 
-def _forward(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    with torch.no_grad():
-        model(batch())
-
-
-def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-
-
-def _unshard(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model.unshard()
-
-
-def _state_dict(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model.state_dict()
+USES: dict[str, Callable[[Any, torch.optim.Optimizer], object]] = {
+    "forward": lambda model, optimizer: model(batch()),
+    "step": lambda model, optimizer: optimizer.step(),
+    "unshard": lambda model, optimizer: model.unshard(),
+    "state dict": lambda model, optimizer: model.state_dict(),
+}
 
 
 @pytest.mark.parametrize("change", [_data, _full, _aliased])
-@pytest.mark.parametrize("use", [_forward, _step, _unshard, _state_dict])
+@pytest.mark.parametrize("use", USES)
 @distributed(2)
 def test_without_take_over_data_the_next_use_of_a_parameter_is_an_error_and_nothing_changed(
-    use: Callable[[Any, torch.optim.Optimizer], None], change: Callable[[Any], None]
+    use: str, change: Callable[[Any], None]
 ) -> None:
     model, optimizer = used()
     change(model)
     with pytest.raises(RuntimeError, match=r"^0\.weight\.data, 0\.bias\.data, .* was set, but a"):
-        use(model, optimizer)
+        USES[use](model, optimizer)
     assert_trains_as(model, optimizer, net())
 
 

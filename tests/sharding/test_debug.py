@@ -22,6 +22,7 @@ from fullshard.sharding.gather.copy_watch import _checksum
 from support.modules import Assembled
 from support.products import few
 from support.ranks import cpu_mesh, distributed
+from support.surface.ranks import everyone
 from support.wide.model import Stack, loss_of, make_batch, make_stack
 
 AGES = 1000.0  # seconds; a test that waited so long would fail by pytest's timeout
@@ -36,7 +37,6 @@ def sharded(**kwargs: Any) -> Any:
 
 
 def part(step: int = 0) -> torch.Tensor:
-    """This rank's rows of a batch."""
     world_size = dist.get_world_size()
     return make_batch(world_size, step).chunk(world_size)[dist.get_rank()]
 
@@ -94,9 +94,7 @@ def diverges(model: Any, run: Callable[[], object], *others: type[Exception]) ->
         run()
     model.reset_iter_state()
     text = str(caught.value) if caught.errisinstance(CollectiveMismatchError) else ""
-    reports: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(reports, text)
-    (report,) = {each for each in reports if each}
+    (report,) = {each for each in everyone(text) if each}
     return report
 
 

@@ -25,15 +25,6 @@ def _on_meta() -> Net:
         return Net()
 
 
-@distributed(2, 4, matrix=[4])
-def test_a_meta_model_is_sharded_without_memory_and_stays_on_meta() -> None:
-    net = sharded(_on_meta())
-    for param in net.parameters():
-        assert isinstance(param, DTensor)
-        assert param.device.type == "meta"
-    assert net.steps.device.type == "meta"
-
-
 @distributed(2)
 def test_meta_parameters_at_the_first_forward_are_an_error_that_names_them_and_the_cure() -> None:
     net = sharded(_on_meta())
@@ -83,9 +74,10 @@ def test_parameters_that_were_materialised_share_a_spec_with_their_gradients() -
 
 
 @distributed(2, 4)
-def test_each_rank_allocates_its_shard_only() -> None:
-    net = sharded(_on_meta()).to_empty(device="cpu")
-    for param in net.parameters():
+def test_each_rank_allocates_its_shard_only_once_it_leaves_the_meta_device() -> None:
+    net = sharded(_on_meta())
+    assert {tensor.device.type for tensor in (*net.parameters(), *net.buffers())} == {"meta"}
+    for param in net.to_empty(device="cpu").parameters():
         assert isinstance(param, DTensor)
         local = param.to_local()
         assert local.device.type == "cpu"

@@ -26,7 +26,6 @@ class Chosen(nn.Sequential):
     """A model that counts only its first linear among its parameters."""
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of the first linear."""
         return self.get_submodule("first").parameters(recurse)
 
 
@@ -47,7 +46,6 @@ def assert_same_norm(model: nn.Module, whole: nn.Module) -> torch.Tensor:
 
 
 def grads_of(model: nn.Module) -> list[torch.Tensor]:
-    """The gradients that there are."""
     return [param.grad for param in model.parameters() if param.grad is not None]
 
 

@@ -40,13 +40,11 @@ TOKENS = 11
 
 
 def embedded() -> Any:
-    """An embedding and a net."""
     torch.manual_seed(0)
     return in_turn(embedding=nn.Embedding(TOKENS, DIM), body=make_net(None))
 
 
 def branches() -> Any:
-    """One of three layers runs."""
     torch.manual_seed(0)
     parts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
     return Assembled(lambda m, x, choice: m.parts[choice](x), parts=parts)
@@ -172,13 +170,8 @@ class _Counting(DefaultReduceScatter):
         self.process_groups: list[dist.ProcessGroup] = []
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
         work = super().__call__(output_tensor, input_tensor, group, op, async_op)
         assert work is not None
         self.process_groups.append(group)

@@ -29,6 +29,7 @@ from support.apart import private_memory
 from support.modules import Assembled
 from support.products import few
 from support.ranks import distributed, world
+from support.surface.ranks import everyone
 
 WIDTH = 64
 LAYERS = 8
@@ -50,7 +51,6 @@ def make_block(*, nested: bool, **options: Any) -> Any:
 
 
 def stack(**options: Any) -> Any:
-    """Layers that are a group each."""
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
     for layer in layers:
@@ -83,14 +83,12 @@ def recomputing(model: Any, step: int) -> None:
 
 
 def twice(model: Any, step: int) -> None:
-    """Two forwards before the backwards."""
     losses = [model(batch(step + each)).square().mean() for each in (0, 5)]
     losses[0].backward()
     losses[1].backward()
 
 
 def by_hand(model: Any, step: int) -> None:
-    """All is unsharded by the user first."""
     for layer in model:
         layer.unshard(async_op=True)
     plainly(model, step)
@@ -245,8 +243,7 @@ def shared() -> SharedMemoryStatistics:
 def test_full_parameters_take_the_memory_of_a_few_groups() -> None:
     before = shared()
     # A frame that one rank still has from an earlier test may serve all of them.
-    frame_bytes: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(frame_bytes, before.frame_bytes)
+    frame_bytes = everyone(before.frame_bytes)
     model = stack()
     for step in range(3):
         plainly(model, step)

@@ -48,6 +48,13 @@ class Delays:
             self.clock.pass_ms(slow["ms"])
 
 
+def watching(**longer: Any) -> tuple[Clock, Delays, Any, SlowRanks]:
+    """A clock, its delays, a net that they delay, and what watches it on that clock."""
+    clock = Clock()
+    delays = Delays(clock, **longer)
+    return clock, delays, build(delays), SlowRanks(clock=clock)
+
+
 def watched(steps: int = 4, *, accumulate: int = 1, how: Any = None, **longer: Any) -> Any:
     clock = Clock()
     delays = Delays(clock, **longer)
@@ -62,9 +69,7 @@ def test_a_delay_is_attributed_to_its_rank_phase_and_module(world_size: int) -> 
     slow = world_size - 1
     places = [(Phase.INPUT, ""), (Phase.OPTIMIZER, "step"), (Phase.FILES, "checkpoint")]
     places += [(Phase.FORWARD, BLOCKS[1]), (Phase.BACKWARD, BLOCKS[2])]
-    clock = Clock()
-    delays = Delays(clock)
-    net, watch = build(delays), SlowRanks(clock=clock)
+    _, delays, net, watch = watching()
     for phase, module in places:
         delays.longer = {"rank": slow, "phase": phase, "module": module, "ms": 8.0}
         with watch:
@@ -101,11 +106,9 @@ def test_a_rank_is_named_from_the_bar_on() -> None:
 
 @distributed(2)
 def test_time_in_which_a_rank_waits_is_not_its_own() -> None:
-    clock = Clock()
-    delays = Delays(clock)
-    net = build(delays)
+    clock, delays, net, watch = watching()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    with SlowRanks(clock=clock) as watch:
+    with watch:
         for _ in range(4):
             delays(Phase.INPUT, "")
             loss = net(torch.ones(4, 8)).square().mean()
@@ -124,16 +127,14 @@ def test_time_in_which_a_rank_waits_is_not_its_own() -> None:
 @distributed(2)
 def test_a_rank_that_waits_in_a_gather_or_reduction_waited_there() -> None:
     """The clock passes in the wait itself: as it does if another rank has not come."""
-    clock = Clock()
-    delays = Delays(clock)
-    net = build(delays)
+    clock, delays, net, watch = watching()
     wait = SharedWork.wait
 
     def slowly(flight: Any, *given: Any) -> Any:
         clock.pass_ms(5)
         return wait(flight, *given)
 
-    with SlowRanks(clock=clock) as watch, patch.object(SharedWork, "wait", slowly):
+    with watch, patch.object(SharedWork, "wait", slowly):
         train(net, delays, 3)
     (*_, step) = watch.own_times().steps
     names = {f"{kind} {name}" for kind in ("gather", "reduction") for name in (*BLOCKS, "(root)")}
@@ -255,10 +256,8 @@ def test_memory_is_bounded_and_the_latest_steps_are_kept() -> None:
 
 @distributed(2)
 def test_each_report_is_of_the_steps_since_the_one_before() -> None:
-    clock = Clock()
-    delays = Delays(clock)
-    net = build(delays)
-    with SlowRanks(clock=clock) as watch:
+    clock, delays, net, watch = watching()
+    with watch:
         train(net, delays, 2)
         assert watch.report().steps == (1, 2)
         clock.pass_ms(1000)  # what a user does with a report
@@ -269,9 +268,7 @@ def test_each_report_is_of_the_steps_since_the_one_before() -> None:
 
 @distributed(2)
 def test_saved_weights_are_access_to_files(tmp_path: Path) -> None:
-    clock = Clock()
-    delays = Delays(clock)
-    net = build(delays)
+    clock, delays, net, watch = watching()
     slow = "fullshard.checkpoint.weights.save.os.pwrite"
     write = os.pwrite
 
@@ -279,7 +276,7 @@ def test_saved_weights_are_access_to_files(tmp_path: Path) -> None:
         clock.pass_ms(30)
         return write(*given)
 
-    with SlowRanks(clock=clock) as watch:
+    with watch:
         train(net, delays, 3)
         with patch(slow, writes) if dist.get_rank() == 0 else patch(slow, write):
             save_safetensors(net, tmp_path)
@@ -291,10 +288,8 @@ def test_saved_weights_are_access_to_files(tmp_path: Path) -> None:
 
 @distributed(2)
 def test_statistics_show_it() -> None:
-    clock = Clock()
-    delays = Delays(clock, rank=1, phase=Phase.INPUT, ms=8.0)
-    net = build(delays)
-    with SlowRanks(clock=clock) as watch:
+    _, delays, net, watch = watching(rank=1, phase=Phase.INPUT, ms=8.0)
+    with watch:
         train(net, delays, 3)
     statistics = net.statistics(slow_ranks=watch)
     assert statistics.slow_ranks is not None

@@ -201,36 +201,27 @@ def test_tensors_that_are_read_when_they_are_used_load_as_others() -> None:
     assert_equal_state(net.state_dict(), build(7).state_dict())
 
 
+@pytest.mark.parametrize("assign", [False, True])
 @distributed(2)
-def test_loading_leaves_the_callers_state_dict_alone() -> None:
-    state = build(7).state_dict()
-    before = dict(state)
-    sharded(build()).load_state_dict(state)
-    assert list(state) == list(before)
-    assert all(state[name] is before[name] for name in state)
-    assert not any(isinstance(value, DTensor) for value in state.values())
-
-
-@distributed(2)
-def test_an_assigned_full_tensor_is_not_shared_with_the_model() -> None:
-    state = build(7).state_dict()
-    net = sharded(build())
-    net.load_state_dict(state, assign=True)
-    for name, _ in net.named_parameters():
-        state[name].zero_()
-    assert_equal_state(full_parameters(net), full_parameters(build(7)))
-
-
-@distributed(2)
-def test_assign_keeps_requires_grad_and_attributes() -> None:
+def test_a_full_state_dict_stays_the_callers_and_parameters_keep_their_attributes(
+    assign: bool,
+) -> None:
     net: Any = build()
     net.stem.weight.requires_grad_(False)
     net.head.weight.rule = "rows"
     sharded(net)
-    net.load_state_dict(build(7).state_dict(), assign=True)
+    state = build(7).state_dict()
+    before = dict(state)
+    net.load_state_dict(state, assign=assign)
+    assert list(state) == list(before)
+    assert all(state[name] is before[name] for name in state)
+    assert not any(isinstance(value, DTensor) for value in state.values())
     assert not net.stem.weight.requires_grad
     assert net.head.weight.requires_grad
     assert net.head.weight.rule == "rows"
+    for name, _ in net.named_parameters():
+        state[name].zero_()
+    assert_equal_state(full_parameters(net), full_parameters(build(7)))
 
 
 @distributed(2)
@@ -321,14 +312,8 @@ def test_a_copy_kept_unsharded_is_fresh_after_load_state_dict() -> None:
         assert torch.equal(net(batch()), build(7)(batch()))
         net.load_state_dict(sharded(build(8)).state_dict())
         assert torch.equal(net(batch()), build(8)(batch()))
-
-
-@distributed(2)
-def test_a_copy_kept_unsharded_is_fresh_after_loading_one_of_its_submodules() -> None:
-    net, reference = sharded(build(), reshard_after_forward=False), build()
-    with torch.no_grad():
-        net(batch())
-        for model in (net, reference):
+        reference = build(8)
+        for model in (net, reference):  # of one of its submodules
             model.head.load_state_dict(build(7).head.state_dict())
         assert torch.equal(net(batch()), reference(batch()))
 

@@ -61,44 +61,29 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
     return 2 * tensor
 
 
-@pytest.mark.parametrize(
-    ("make", "read"),
-    [
-        (lambda t: t, lambda v: v),
-        (lambda t: [t, 1], lambda v: v[0]),
-        (lambda t: (t, "x"), lambda v: v[0]),
-        (lambda t: {"a": t, "b": None}, lambda v: v["a"]),
-        (lambda t: Pair(1, t), lambda v: v.right),
-        (lambda t: Record(t), lambda v: v.value),
-        (lambda t: Frozen(t), lambda v: v.value),
-        (lambda t: OrderedDict(b=1, a=t), lambda v: v["a"]),
-        (lambda t: defaultdict(list, a=t), lambda v: v["a"]),
-        (lambda t: {t, 1}, lambda v: next(x for x in v if isinstance(x, torch.Tensor))),
-        (lambda t: frozenset([t]), lambda v: next(iter(v))),
-        (lambda t: deque([1, t], maxlen=2), lambda v: v[1]),
-        (lambda t: Registered({"a": t}), lambda v: v.value["a"]),
-        (lambda t: {"a": [Pair(Frozen(t), ()), 2.0]}, lambda v: v["a"][0].left.value),
-    ],
-    ids=[
-        "tensor",
-        "list",
-        "tuple",
-        "dict",
-        "namedtuple",
-        "dataclass",
-        "frozen",
-        "ordered",
-        "default",
-        "set",
-        "frozenset",
-        "deque",
-        "registered",
-        "nested",
-    ],
-)
+CONTAINERS: dict[str, tuple[Any, Any]] = {
+    "tensor": (lambda t: t, lambda v: v),
+    "list": (lambda t: [t, 1], lambda v: v[0]),
+    "tuple": (lambda t: (t, "x"), lambda v: v[0]),
+    "dict": (lambda t: {"a": t, "b": None}, lambda v: v["a"]),
+    "namedtuple": (lambda t: Pair(1, t), lambda v: v.right),
+    "dataclass": (lambda t: Record(t), lambda v: v.value),
+    "frozen": (lambda t: Frozen(t), lambda v: v.value),
+    "ordered": (lambda t: OrderedDict(b=1, a=t), lambda v: v["a"]),
+    "default": (lambda t: defaultdict(list, a=t), lambda v: v["a"]),
+    "set": (lambda t: {t, 1}, lambda v: next(x for x in v if isinstance(x, torch.Tensor))),
+    "frozenset": (lambda t: frozenset([t]), lambda v: next(iter(v))),
+    "deque": (lambda t: deque([1, t], maxlen=2), lambda v: v[1]),
+    "registered": (lambda t: Registered({"a": t}), lambda v: v.value["a"]),
+    "nested": (lambda t: {"a": [Pair(Frozen(t), ()), 2.0]}, lambda v: v["a"][0].left.value),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
 def test_every_kind_of_container_is_rebuilt_with_its_type_and_its_other_items(
-    make: Any, read: Any
+    kind: str,
 ) -> None:
+    make, read = CONTAINERS[kind]
     tensor = torch.ones(2)
     original = make(tensor)
     mapped = map_tensors(_double, original)
