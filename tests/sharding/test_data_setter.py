@@ -43,15 +43,19 @@ def filled(value: float) -> nn.Sequential:
     return model
 
 
+def assert_steps_as(model: Any, optimizer: torch.optim.Optimizer, expected: nn.Module) -> None:
+    optimizer.step()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), other)
+
+
 def assert_trains_as(model: Any, optimizer: torch.optim.Optimizer, expected: nn.Module) -> None:
     """Whether it has the values, and learns from them, of an unsharded model."""
     torch.testing.assert_close(model(batch()), expected(batch()))
     for each in (model, expected):
         each(batch()).square().sum().backward()
-    optimizer.step()
-    torch.optim.SGD(expected.parameters(), lr=0.1).step()
-    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), other)
+    assert_steps_as(model, optimizer, expected)
     torch.testing.assert_close(model(batch()), expected(batch()))
 
 
@@ -127,10 +131,7 @@ def test_what_is_put_into_a_gradient_is_stepped_and_added_to(accumulated: bool) 
             param.grad.data = torch.full_like(param.grad, 0.5)
         if accumulated:
             each(batch()).sum().backward()
-    optimizer.step()
-    torch.optim.SGD(expected.parameters(), lr=0.1).step()
-    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), other)
+    assert_steps_as(model, optimizer, expected)
 
 
 @distributed(2)
@@ -218,10 +219,7 @@ def test_gradients_that_a_user_assigns_moves_or_copies_are_no_error() -> None:
     copies = [copy.deepcopy(param.grad) for param in model.parameters()]
     for param, gradient in zip(model.parameters(), copies, strict=True):
         param.grad = gradient
-    optimizer.step()
-    torch.optim.SGD(expected.parameters(), lr=0.1).step()
-    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), other)
+    assert_steps_as(model, optimizer, expected)
 
 
 @distributed(2)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from fullshard.sharding.base.states import (
     IllegalTransitionError,
+    LeaseKind,
+    Leases,
     ShardedState,
     TrainingState,
     check_transition,
@@ -103,6 +105,19 @@ def test_the_modules_hold_shards_when_sharded_and_full_tensors_when_unsharded() 
     assert type(block.up.weight) is torch.nn.Parameter and block.up.weight.shape == full_shape
     block.reshard()
     assert group.state is SHARDED and block.up.weight is shard
+
+
+def test_a_lease_of_a_forward_or_backward_is_a_use_and_no_other_is() -> None:
+    uses = {
+        LeaseKind.FORWARD: TrainingState.FORWARD,
+        LeaseKind.BACKWARD: TrainingState.PRE_BACKWARD,
+        LeaseKind.RECOMPUTE: TrainingState.PRE_BACKWARD,
+    }
+    for kind in LeaseKind:
+        leases = Leases()
+        leases.add(kind)
+        assert leases.training_state is uses.get(kind, TrainingState.IDLE)
+        assert leases.in_use == (kind in uses)
 
 
 @distributed(2)
