@@ -41,14 +41,16 @@ def group_of(rank: int, size: int) -> dist.ProcessGroup:
 
 
 class StandInStream:
-    """A queue of work that knows what happened before its end, per stream."""
+    """A queue of work that knows what happened before its end, per stream, and what it awaits."""
 
     def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
         self.device, self.priority = device, priority
         self.known: dict[Stream, int] = {self: 0}
+        self.waited: list[StandInEvent] = []
 
     def wait_event(self, event: StandInEvent) -> None:
         """Know from now on what ``event`` knew."""
+        self.waited.append(event)
         for stream, tick in event.known.items():
             self.known[stream] = max(self.known.get(stream, 0), tick)
 

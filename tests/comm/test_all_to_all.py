@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,11 +11,8 @@ import torch.distributed as dist
 from fullshard.comm import (
     AllToAllTransport,
     ProcessGroupTransport,
-    SharedMemoryError,
-    same_host_transport,
 )
 from fullshard.comm.runtime.works import SeveralWorks
-from fullshard.comm.same_host import same_host
 from fullshard.comm.transports.all_to_all import all_to_all
 from fullshard.comm.transports.pairwise import exchange
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
@@ -161,12 +157,3 @@ def test_what_cannot_be_reduced_is_an_error_before_anything_is_sent() -> None:
         whole = torch.zeros(4, dtype=torch.int64)
         ALL_TO_ALL.reduce_scatter(whole[:2], whole, world(), dist.ReduceOp.AVG, False)
     dist.barrier()
-
-
-@distributed(2)
-def test_gloo_ranks_that_cannot_share_memory_exchange() -> None:
-    group: Any = dist.new_group()
-    apart = patch.object(same_host, "shared_group", side_effect=SharedMemoryError("two hosts"))
-    with apart:
-        assert same_host_transport(group) == ALL_TO_ALL
-    dist.destroy_process_group(group)

@@ -7,60 +7,28 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from comm.stand_ins import CPU, group_of
+from comm.stand_ins import group_of
 from fullshard.comm import (
-    CommStreams,
-    GatherConfig,
     RankMajorLayout,
-    ReduceConfig,
     TensorSpec,
-    default_all_gather,
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_reduce,
-    reduction_scaling,
 )
+from support.collectives import Allocates, gather_config, reduce_config
 
 
-class _NeverCalled:
+class _NeverCalled(Allocates):
     """A gather and a reduction that nobody may reach."""
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.zeros(tuple(size), dtype=dtype, device=device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("a collective was called in spite of bad arguments")
 
 
 class _WrongAllocation(_NeverCalled):
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: Any) -> torch.Tensor:
         return torch.zeros(size[0] + 1, dtype=dtype)[1:]
-
-
-def gather_config(group: dist.ProcessGroup, comm: Any) -> GatherConfig:
-    return GatherConfig(
-        comm=comm,
-        process_group=group,
-        streams=CommStreams(CPU),
-        device=CPU,
-        name="blocks.0",
-    )
-
-
-def reduce_config(group: dist.ProcessGroup) -> ReduceConfig:
-    return ReduceConfig(
-        comm=_NeverCalled(),
-        process_group=group,
-        streams=CommStreams(CPU),
-        device=CPU,
-        scaling=reduction_scaling(group.size(), torch.float32, averages=False),
-    )
 
 
 PAIR = [TensorSpec(shape=(4, 2), dtype=torch.float32), TensorSpec(shape=(3,), dtype=torch.float32)]
@@ -80,7 +48,7 @@ PAIR = [TensorSpec(shape=(4, 2), dtype=torch.float32), TensorSpec(shape=(3,), dt
 def test_bad_shards_are_refused_before_any_collective(
     shards: list[torch.Tensor], message: str
 ) -> None:
-    config = gather_config(group_of(1, 2), _NeverCalled())
+    config = gather_config(group_of(1, 2), _NeverCalled(), name="blocks.0")
     with pytest.raises(ValueError, match=message):
         foreach_all_gather(shards, RankMajorLayout(PAIR, 2), config)
 
@@ -107,7 +75,7 @@ def test_bad_outputs_are_refused_and_the_gather_can_still_be_claimed(
 ) -> None:
     group = group_of(0, 1)
     fulls = [torch.arange(8.0).view(4, 2), torch.arange(3.0)]
-    config = gather_config(group, default_all_gather(group))
+    config = gather_config(group)
     in_flight = foreach_all_gather(fulls, RankMajorLayout(PAIR, 1), config)
     with pytest.raises(ValueError, match=message):
         foreach_all_gather_copy_out(in_flight, outputs)
@@ -122,26 +90,18 @@ def test_an_allocation_that_cannot_be_used_is_refused_by_the_name_of_its_class()
         foreach_all_gather([torch.zeros(4, 2), torch.zeros(3)], RankMajorLayout(PAIR, 1), config)
 
 
-FLOATS = [
-    TensorSpec(shape=(4, 2), dtype=torch.float32),
-    TensorSpec(shape=(3,), dtype=torch.float32),
-]
-MIXED = [FLOATS[0], TensorSpec(shape=(3,), dtype=torch.float64)]
+MIXED = [PAIR[0], TensorSpec(shape=(3,), dtype=torch.float64)]
 WHOLE = [TensorSpec(shape=(3,), dtype=torch.int64)]
 
 
 @pytest.mark.parametrize(
     ("layout", "gradients", "message"),
     [
-        (RankMajorLayout(FLOATS, 2), [None], "got 1 gradients; the layout has 2"),
-        (RankMajorLayout(FLOATS, 2), [None, torch.zeros(2)], r"gradient 1 has shape \(2,\)"),
-        (
-            RankMajorLayout(FLOATS, 2),
-            [None, torch.zeros(3, device="meta")],
-            "gradient 1 is on meta",
-        ),
-        (RankMajorLayout(FLOATS, 2, mask_numel=1), [None, None], "a mask of 1 for 2 gradients"),
-        (RankMajorLayout(FLOATS, 4), [None, None], "for 4 ranks, the process group has 2"),
+        (RankMajorLayout(PAIR, 2), [None], "got 1 gradients; the layout has 2"),
+        (RankMajorLayout(PAIR, 2), [None, torch.zeros(2)], r"gradient 1 has shape \(2,\)"),
+        (RankMajorLayout(PAIR, 2), [None, torch.zeros(3, device="meta")], "gradient 1 is on meta"),
+        (RankMajorLayout(PAIR, 2, mask_numel=1), [None, None], "a mask of 1 for 2 gradients"),
+        (RankMajorLayout(PAIR, 4), [None, None], "for 4 ranks, the process group has 2"),
         (RankMajorLayout(MIXED, 2), [None, None], "needs one floating-point dtype"),
         (RankMajorLayout(WHOLE, 2), [None], "needs one floating-point dtype"),
     ],
@@ -151,7 +111,7 @@ def test_bad_gradients_are_refused_before_any_collective(
     layout: RankMajorLayout, gradients: list[torch.Tensor | None], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        foreach_reduce(gradients, layout, reduce_config(group_of(0, 2)))
+        foreach_reduce(gradients, layout, reduce_config(group_of(0, 2), _NeverCalled()))
 
 
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bfloat16]
@@ -168,7 +128,7 @@ def test_shards_are_cast_if_extreme_values_of_their_dtype_stay_what_they_are(
         spec = TensorSpec(shape=tuple(extremes.shape), dtype=target)
         cast = torch.stack([each.to(target).to(torch.complex128) for each in extremes])
         kept = torch.allclose(cast, extremes.to(torch.complex128), rtol=1e-2, atol=0)
-        config = gather_config(group, default_all_gather(group))
+        config = gather_config(group)
         try:
             foreach_all_gather([extremes], RankMajorLayout([spec], 1), config).discard()
         except ValueError as error:

@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
-    CommStreams,
     DefaultAllGather,
     GatherConfig,
     ProcessGroupTransport,
     RankMajorLayout,
     TensorSpec,
-    set_shared_memory,
 )
 from fullshard.comm.collectives.coalescing import (
     coalesced_cap_mb,
@@ -25,19 +23,14 @@ from fullshard.comm.collectives.coalescing import (
     configs_coalesce,
 )
 from fullshard.comm.same_host import same_host
-from support.ranks import distributed, new_group
-
-CPU = torch.device("cpu")
+from support.apart import private_memory
+from support.collectives import gather_config
+from support.ranks import distributed, new_group, world
 
 
 def make_config(comm: Any = None) -> GatherConfig:
-    assert dist.group.WORLD is not None
-    return GatherConfig(
-        comm=DefaultAllGather(transport=same_host.AutomaticTransport()) if comm is None else comm,
-        process_group=dist.group.WORLD,
-        streams=CommStreams(CPU),
-        device=CPU,
-    )
+    comm = DefaultAllGather(transport=same_host.AutomaticTransport()) if comm is None else comm
+    return gather_config(world(), comm)
 
 
 def layout(slice_nbytes: int, ranks: int) -> RankMajorLayout:
@@ -59,10 +52,6 @@ class OwnAllocator:
     empty = staticmethod(torch.zeros)
 
 
-def with_an_allocator() -> DefaultAllGather:
-    return DefaultAllGather(transport=same_host.AutomaticTransport(), allocator=OwnAllocator())
-
-
 @distributed(2, 4)
 def test_what_counts_is_one_ranks_slice() -> None:
     ranks = dist.get_world_size()
@@ -74,19 +63,17 @@ def test_what_counts_is_one_ranks_slice() -> None:
 
 @distributed(2)
 def test_ranks_that_share_memory_and_collectives_with_a_say_have_their_own_launches() -> None:
-    small = layout(16, 2)
+    small, automatic = layout(16, 2), same_host.AutomaticTransport()
     assert not coalescing_pays(small, make_config())
     with patch.object(same_host, "same_host_transport", lambda group: same_host._ALL_TO_ALL):
         assert coalescing_pays(small, make_config())
-        assert not coalescing_pays(
-            small, make_config(DefaultAllGather(transport=ProcessGroupTransport()))
-        )
-        assert not coalescing_pays(small, make_config(with_an_allocator()))
-    set_shared_memory(False)
-    try:
+        for comm in (
+            DefaultAllGather(transport=ProcessGroupTransport()),
+            DefaultAllGather(transport=automatic, allocator=OwnAllocator()),
+        ):
+            assert not coalescing_pays(small, make_config(comm))
+    with private_memory():
         assert coalescing_pays(small, make_config())
-    finally:
-        set_shared_memory(True)
 
 
 @distributed(2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from comm.stand_ins import group_of
 from fullshard.comm import (
     AllGather,
     DefaultAllGather,
@@ -20,18 +21,6 @@ from fullshard.comm import (
 )
 from fullshard.comm.runtime.required import require
 from support.collectives import Allocates
-
-CPU = torch.device("cpu")
-
-
-class _Group:
-    """Stands for a process group where only its size is asked."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
 
 
 class _LateWork(dist.Work):
@@ -82,7 +71,7 @@ def test_the_transports_own_work_comes_back() -> None:
     reduce = DefaultReduceScatter(transport=transport)
     data, output = torch.ones(3), torch.zeros(3)
     op = dist.ReduceOp.SUM
-    work = reduce(output, data, _Group(1), op, async_op=True)  # type: ignore[arg-type]
+    work = reduce(output, data, group_of(0, 1), op, async_op=True)
     assert work is transport.works[0]
     assert transport.sent[0] is data
 
@@ -91,17 +80,17 @@ def test_the_transports_own_work_comes_back() -> None:
 def test_a_transport_that_cannot_gather_in_place_gets_an_input_of_its_own(in_place: bool) -> None:
     transport = _LateTransport(in_place)
     output = torch.arange(4.0)
-    DefaultAllGather(transport=transport)(output, output, _Group(1))  # type: ignore[arg-type]
+    DefaultAllGather(transport=transport)(output, output, group_of(0, 1))
     assert (transport.sent[0].data_ptr() == output.data_ptr()) == in_place
     assert torch.equal(transport.sent[0], output)
 
 
 def test_the_defaults_for_one_rank_move_nothing() -> None:
-    alone, many = _Group(1), _Group(2)
-    assert default_all_gather(alone).transport == SelfTransport()  # type: ignore[arg-type]
-    assert default_reduce_scatter(alone).transport == SelfTransport()  # type: ignore[arg-type]
-    assert default_all_gather(many).transport != SelfTransport()  # type: ignore[arg-type]
-    assert default_reduce_scatter(many).transport != SelfTransport()  # type: ignore[arg-type]
+    alone, many = group_of(0, 1), group_of(0, 2)
+    assert default_all_gather(alone).transport == SelfTransport()
+    assert default_reduce_scatter(alone).transport == SelfTransport()
+    assert default_all_gather(many).transport != SelfTransport()
+    assert default_reduce_scatter(many).transport != SelfTransport()
 
 
 class _DuckAllGather(Allocates):

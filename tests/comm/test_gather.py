@@ -11,15 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm.stand_ins import CPU, AloneAllGather, group_of, stand_in_accelerator
+from comm.stand_ins import AloneAllGather, group_of, stand_in_accelerator
 from fullshard.comm import (
     AllGatherInFlight,
-    DefaultAllGather,
     EventKind,
     EventLog,
-    GatherConfig,
     RankMajorLayout,
-    SelfTransport,
     TensorSpec,
     foreach_all_gather,
     foreach_all_gather_copy_out,
@@ -289,9 +286,7 @@ def test_on_an_accelerator_every_step_waits_for_what_it_needs_and_for_nothing_el
     specs = [TensorSpec(shape=(4,), dtype=torch.float32)]
     layout = RankMajorLayout(specs, 1)
     with stand_in_accelerator() as (module, streams):
-        config = GatherConfig(
-            comm=AloneAllGather(module), process_group=group_of(0, 1), streams=streams, device=CPU
-        )
+        config = gather_config(group_of(0, 1), AloneAllGather(module), streams=streams)
         wrote = module.work("optimizer")
         streams.synchronize_with_current()
         compute = streams.current()
@@ -325,12 +320,7 @@ def test_on_an_accelerator_every_step_waits_for_what_it_needs_and_for_nothing_el
 def test_on_an_accelerator_a_gathers_buffer_goes_once_it_was_copied_out() -> None:
     specs = [TensorSpec(shape=(4,), dtype=torch.float32)]
     with stand_in_accelerator() as (module, streams):
-        config = GatherConfig(
-            comm=DefaultAllGather(transport=SelfTransport()),
-            process_group=group_of(0, 1),
-            streams=streams,
-            device=CPU,
-        )
+        config = gather_config(group_of(0, 1), streams=streams)
         in_flight = foreach_all_gather([torch.ones(4)], RankMajorLayout(specs, 1), config)
         buffer = weakref.ref(buffer_of(in_flight))
         outputs = empties(specs)

@@ -68,12 +68,6 @@ def test_shards_cover_every_row_once(spec: TensorSpec, world_size: int) -> None:
     assert spec.numel == spec.rows * spec.row_numel
 
 
-def test_a_scalar_is_one_row_that_rank_zero_holds() -> None:
-    spec = TensorSpec(shape=(), dtype=torch.float32)
-    assert (spec.rows, spec.numel, spec.chunk_rows(4)) == (1, 1, 1)
-    assert [spec.shard_shape(rank, 3) for rank in range(3)] == [(1,), (0,), (0,)]
-
-
 def test_a_negative_dim_means_the_same_tensor_spec() -> None:
     negative = TensorSpec(shape=(2, 3, 4), dtype=torch.float32, dim=-1)
     assert negative == TensorSpec(shape=(2, 3, 4), dtype=torch.float32, dim=2)

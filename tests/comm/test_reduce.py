@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -12,17 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm.stand_ins import CPU, AloneReduceScatter, group_of, stand_in_accelerator
+from comm.stand_ins import AloneReduceScatter, group_of, stand_in_accelerator
 from fullshard.comm import (
-    CommStreams,
     DefaultReduceScatter,
     EventKind,
     EventLog,
     RankMajorLayout,
-    ReduceConfig,
-    ReduceScaling,
     TensorSpec,
-    default_reduce_scatter,
     foreach_reduce,
     observe,
     reduction_scaling,
@@ -48,16 +43,6 @@ def mean_over(world_size: int, gradients: Sequence[torch.Tensor]) -> torch.Tenso
     return torch.stack([each.double() for each in gradients]).sum(0) / world_size
 
 
-def config_of(
-    group: dist.ProcessGroup,
-    dtype: torch.dtype = torch.float32,
-    comm: Any = None,
-    scaling: ReduceScaling | None = None,
-) -> ReduceConfig:
-    comm = default_reduce_scatter(group) if comm is None else comm
-    return reduce_config(group, comm, scaling, dtype)
-
-
 @pytest.mark.cross
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
@@ -68,7 +53,8 @@ def test_each_rank_gets_its_shard_of_the_mean(dtype: torch.dtype) -> None:
     rank, world_size = group.rank(), group.size()
     specs = specs_of(dtype)
     layout = RankMajorLayout(specs, world_size)
-    reduced = foreach_reduce(gradients_of(rank, specs), layout, config_of(group, dtype)).wait()
+    config = reduce_config(group, dtype=dtype)
+    reduced = foreach_reduce(gradients_of(rank, specs), layout, config).wait()
     assert reduced.mask is None
     everyone = [gradients_of(each, specs) for each in range(world_size)]
     for index, (shard, spec) in enumerate(zip(reduced.shards, specs, strict=True)):
@@ -87,7 +73,7 @@ def test_a_missing_gradient_counts_as_zero_and_the_mask_tells_whether_any_rank_h
     # All ranks have 0, only the last has 1, nobody has 2, all but rank 0 have 3.
     has = [True, rank == world_size - 1, False, rank != 0]
     gradients = [torch.ones(5, 2) if each else None for each in has]
-    reduced = foreach_reduce(gradients, layout, config_of(group)).wait()
+    reduced = foreach_reduce(gradients, layout, reduce_config(group)).wait()
     assert reduced.mask is not None
     assert (reduced.mask > 0).tolist() == [True, True, False, True]
     assert reduced.mask.tolist() == [world_size, 1, 0, world_size - 1]
@@ -100,7 +86,7 @@ def test_between_ranks_of_one_host_gradients_go_as_soon_as_every_rank_has_come()
     """Nor is there memory for the result before: a reduction that waits for a rank needs none."""
     group = world()
     layout = RankMajorLayout([TensorSpec(shape=(4, 3), dtype=torch.float32)], 2)
-    config, last = config_of(group), group.rank() == 1
+    config, last = reduce_config(group), group.rank() == 1
     if last:
         dist.barrier(group)
     gradient = torch.ones(4, 3)
@@ -122,9 +108,9 @@ def test_masks_lie_outside_the_divisor(dtype: torch.dtype) -> None:
     specs = [TensorSpec(shape=(3,), dtype=dtype)]
     layout = RankMajorLayout(specs, 4, mask_numel=1)
     scaling = reduction_scaling(4, dtype, averages=False, divide_factor=1e30)
-    comm = DefaultReduceScatter()
     given = [torch.ones(3, dtype=dtype) if group.rank() == 3 else None]
-    reduced = foreach_reduce(given, layout, config_of(group, dtype, comm, scaling)).wait()
+    config = reduce_config(group, DefaultReduceScatter(), scaling)
+    reduced = foreach_reduce(given, layout, config).wait()
     assert reduced.mask is not None
     assert reduced.mask.item() > 0
 
@@ -137,24 +123,15 @@ def test_gradients_are_cast_to_the_reduce_dtype_and_may_have_any_strides() -> No
     full = torch.arange(12, dtype=torch.bfloat16).view(3, 4).t()
     expanded = torch.ones((), dtype=torch.bfloat16).expand(4, 3)
     for gradient in (full, expanded):
-        (shard,) = foreach_reduce([gradient], layout, config_of(group)).wait().shards
+        (shard,) = foreach_reduce([gradient], layout, reduce_config(group)).wait().shards
         assert torch.equal(shard, shard_of(gradient.float(), spec, group.rank(), 2))
-
-
-@distributed(2)
-def test_a_custom_factor_divides_the_sum() -> None:
-    group = world()
-    layout = RankMajorLayout([TensorSpec(shape=(4,), dtype=torch.float32)], 2)
-    scaling = reduction_scaling(2, torch.float32, averages=False, divide_factor=8.0)
-    in_flight = foreach_reduce([torch.ones(4)], layout, config_of(group, scaling=scaling))
-    assert in_flight.wait().shards[0].tolist() == [0.25, 0.25]
 
 
 @distributed(2)
 def test_waiting_twice_gives_the_same_result_scaled_once() -> None:
     group = world()
     layout = RankMajorLayout([TensorSpec(shape=(4,), dtype=torch.float32)], 2)
-    in_flight = foreach_reduce([torch.ones(4)], layout, config_of(group))
+    in_flight = foreach_reduce([torch.ones(4)], layout, reduce_config(group))
     assert in_flight.work is not None
     first = in_flight.wait()
     assert in_flight.wait() is first
@@ -183,31 +160,15 @@ class _EveryRankAlike:
             output_tensor.add_(own)
 
 
-UNSPLIT = ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=1 / 128, used=1.0)
-
-
-def reduce_on_128_ranks(gradient: torch.Tensor, scaling: ReduceScaling) -> list[float]:
-    """The first of 256 numbers' shards, where every rank has the same gradient; mask checked."""
+def test_an_fp32_gradient_beyond_fp16_overflows_neither_in_the_cast_nor_in_the_sum() -> None:
+    """Of 256 numbers over 128 ranks, which all have this gradient; masks are not scaled."""
     layout = RankMajorLayout([TensorSpec(shape=(256,), dtype=torch.float16)], 128, mask_numel=1)
-    config = config_of(group_of(5, 128), torch.float16, _EveryRankAlike(), scaling)
-    reduced = foreach_reduce([gradient], layout, config).wait()
-    assert reduced.mask is not None
-    assert reduced.mask.item() == 128.0
-    result: list[float] = reduced.shards[0].tolist()
-    return result
-
-
-def test_fp16_at_128_ranks_does_not_overflow_in_the_sum() -> None:
-    gradient = torch.full((256,), 1024.0, dtype=torch.float16)
-    scaling = reduction_scaling(128, torch.float16, averages=False)
-    assert reduce_on_128_ranks(gradient, scaling) == [1024.0, 1024.0]
-    assert reduce_on_128_ranks(gradient, UNSPLIT) == [math.inf, math.inf]
-
-
-def test_an_fp32_gradient_beyond_fp16_does_not_overflow_in_the_cast() -> None:
-    gradient = torch.full((256,), 2.0**17)  # fp16 ends below 2 ** 16
     scaling = reduction_scaling(128, torch.float16, averages=False, divide_factor=2.0**20)
-    assert reduce_on_128_ranks(gradient, scaling) == [16.0, 16.0]  # 128 * 2 ** 17 / 2 ** 20
+    config = reduce_config(group_of(5, 128), _EveryRankAlike(), scaling)
+    gradient = torch.full((256,), 2.0**17)  # fp16 ends below 2 ** 16
+    reduced = foreach_reduce([gradient], layout, config).wait()
+    assert reduced.shards[0].tolist() == [16.0, 16.0]  # 128 * 2 ** 17 / 2 ** 20
+    assert reduced.mask is not None and reduced.mask.item() == 128.0
 
 
 def test_nothing_uninitialised_is_sent() -> None:
@@ -215,14 +176,14 @@ def test_nothing_uninitialised_is_sent() -> None:
     layout = RankMajorLayout(specs, 4, mask_numel=len(specs))
     comm = _EveryRankAlike()  # allocates NaN
     given = [None if index % 2 else each for index, each in enumerate(gradients_of(0, specs))]
-    foreach_reduce(given, layout, config_of(group_of(0, 4), comm=comm)).wait()
+    foreach_reduce(given, layout, reduce_config(group_of(0, 4), comm)).wait()
     assert not comm.inputs[0].isnan().any()
 
 
 def test_one_rank_reduces_with_itself() -> None:
     specs = specs_of(torch.float32)
     gradients = gradients_of(0, specs)
-    in_flight = foreach_reduce(gradients, RankMajorLayout(specs, 1), config_of(group_of(0, 1)))
+    in_flight = foreach_reduce(gradients, RankMajorLayout(specs, 1), reduce_config(group_of(0, 1)))
     shards = in_flight.wait().shards
     for shard, gradient, spec in zip(shards, gradients, specs, strict=True):
         assert torch.equal(shard, gradient.view(spec.laid_shape))
@@ -233,7 +194,7 @@ def test_events_tell_of_the_packing_and_the_collective_and_their_bytes() -> None
     layout = RankMajorLayout(specs, 4)
     log = EventLog()
     with observe(log):
-        config = config_of(group_of(2, 4), comm=_EveryRankAlike())
+        config = reduce_config(group_of(2, 4), _EveryRankAlike())
         foreach_reduce(gradients_of(0, specs), layout, config).wait()
     nbytes = layout.buffer.slice_nbytes * 4
     told = [
@@ -250,13 +211,8 @@ def test_on_an_accelerator_the_collective_runs_beside_the_next_packing() -> None
     layout = RankMajorLayout(specs, 1)
     scaling = reduction_scaling(1, torch.float32, averages=False, divide_factor=2.0)
     with stand_in_accelerator() as (module, streams):
-        config = ReduceConfig(
-            comm=AloneReduceScatter(module),
-            process_group=group_of(0, 1),
-            streams=streams,
-            device=CPU,
-            scaling=scaling,
-        )
+        comm = AloneReduceScatter(module)
+        config = reduce_config(group_of(0, 1), comm, scaling, streams=streams)
         compute = streams.current()
         flights = [foreach_reduce([torch.ones(4)], layout, config) for _ in range(3)]
         assert all(flight.work is None for flight in flights)
@@ -285,14 +241,8 @@ def test_on_an_accelerator_inputs_live_as_long_as_others_may_be_alive(inputs: in
             output_tensor.copy_(input_tensor)
 
     with stand_in_accelerator() as (_, streams):
-        config = ReduceConfig(
-            comm=Noting(),
-            process_group=group_of(0, 1),
-            streams=streams,
-            device=CPU,
-            scaling=reduction_scaling(1, torch.float32, averages=False),
-            inputs_in_flight=inputs,
-        )
+        options: dict[str, Any] = {"streams": streams, "inputs_in_flight": inputs}
+        config = reduce_config(group_of(0, 1), Noting(), **options)
         layout = RankMajorLayout(specs, 1)
         flights = [foreach_reduce([torch.ones(4)], layout, config) for _ in range(3)]
         gc.collect()
@@ -321,13 +271,7 @@ def test_on_a_device_with_one_queue_an_input_lives_until_its_collective_is_over(
             return Handle()
 
     with simulated("cpu", DeviceTraits(streams=False, numbered=False)):
-        config = ReduceConfig(
-            comm=Noting(),
-            process_group=group_of(0, 1),
-            streams=CommStreams(CPU),
-            device=CPU,
-            scaling=reduction_scaling(1, torch.float32, averages=False),
-        )
+        config = reduce_config(group_of(0, 1), Noting())
         layout = RankMajorLayout([TensorSpec(shape=(4,), dtype=torch.float32)], 1)
         flight = foreach_reduce([torch.ones(4)], layout, config)
         gc.collect()

@@ -17,19 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fullshard.comm import (
-    AllToAllTransport,
     CollectiveMismatchError,
     ProcessGroupTransport,
-    SelfTransport,
     SharedMemoryError,
     SharedMemoryTransport,
     Transport,
-    same_host_transport,
 )
-from fullshard.comm.same_host import shared_peers, shared_regions
+from fullshard.comm.same_host import shared_regions
 from fullshard.comm.same_host.shared_group import shared_group
 from support.ranks import distributed, new_group, run_on_ranks, world
-from support.threads.ranks import ThreadRank, run_on_threads
 
 CPU = torch.device("cpu")
 SHARED = SharedMemoryTransport()
@@ -377,37 +373,6 @@ def test_descriptors_and_memory_go_with_the_process_group() -> None:
         gc.collect()
     assert _segments() == before[1]
     assert len(os.listdir("/proc/self/fd")) <= before[0]
-
-
-@distributed(2, 4)
-def test_ranks_of_one_host_choose_shared_memory() -> None:
-    assert same_host_transport(world()) == SHARED
-    assert same_host_transport(world()) == SHARED
-
-
-@distributed(2)
-def test_one_rank_chooses_itself() -> None:
-    group = new_group([world().rank()])
-    assert same_host_transport(group) == SelfTransport()
-    output = torch.zeros(2)
-    finish(SHARED.all_gather(output, torch.ones(2), group, True))
-    assert output.all()
-
-
-@distributed(2)
-def test_ranks_of_two_hosts_choose_an_exchange_and_say_why_when_asked_not_to() -> None:
-    group = new_group()
-    with patch.object(shared_peers, "host_identity", lambda: f"host {world().rank()}"):
-        assert same_host_transport(group) == AllToAllTransport()
-        with pytest.raises(SharedMemoryError, match="ranks 0 and 1 are not on one host"):
-            SHARED.all_gather(torch.zeros(2), torch.zeros(1), group, False)
-
-
-def test_ranks_that_are_threads_choose_their_process_group() -> None:
-    def body(rank: ThreadRank) -> Transport:
-        return same_host_transport(rank.group)
-
-    assert run_on_threads(body, 3) == [ProcessGroupTransport()] * 3
 
 
 @distributed(2)

@@ -11,8 +11,11 @@ import torch.distributed as dist
 from comm.stand_ins import no_larger_files_than
 from fullshard.comm import (
     AllToAllTransport,
+    ProcessGroupTransport,
     SelfTransport,
+    SharedMemoryError,
     SharedMemoryTransport,
+    Transport,
     default_all_gather,
     default_reduce_scatter,
     same_host_transport,
@@ -22,6 +25,7 @@ from fullshard.comm.same_host import shared_peers
 from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.same_host.shared_group import shared_group
 from support.ranks import distributed, new_group
+from support.threads.ranks import ThreadRank, run_on_threads
 
 SUM = dist.ReduceOp.SUM
 
@@ -51,6 +55,7 @@ def shares(group: dist.ProcessGroup) -> int:
 @distributed(2, 4)
 def test_the_defaults_share_memory_among_ranks_of_one_host() -> None:
     group = new_group()
+    assert same_host_transport(group) == SharedMemoryTransport()
     assert default_all_gather(group).transport == AutomaticTransport()
     assert default_reduce_scatter(group).transport == AutomaticTransport()
     use(group)
@@ -81,28 +86,38 @@ def test_the_switch_takes_a_bool() -> None:
         set_shared_memory(1)  # type: ignore[arg-type]  # that is the point
 
 
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [("host {}", "ranks 0 and 1 are not on one host"), ("", "rank 0 has no memory")],
+)
 @distributed(2)
-def test_ranks_of_two_hosts_exchange_over_their_process_group() -> None:
+def test_ranks_that_cannot_share_memory_exchange_and_say_why_when_asked_not_to(
+    host: str, why: str
+) -> None:
     group = new_group()
-    with patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank()}"):
+    with patch.object(shared_peers, "host_identity", lambda: host.format(dist.get_rank())):
         use(group)
         assert same_host_transport(group) == AllToAllTransport()
+        with pytest.raises(SharedMemoryError, match=why):
+            SharedMemoryTransport().all_gather(torch.zeros(2), torch.zeros(1), group, False)
     use(group)  # asked once
 
 
-@distributed(2)
-def test_a_host_without_such_memory_exchanges_over_the_process_group() -> None:
-    group = new_group()
-    with patch.object(shared_peers, "host_identity", lambda: ""):
-        use(group)
-    assert same_host_transport(group) == AllToAllTransport()
+def test_ranks_that_are_threads_choose_their_process_group() -> None:
+    def body(rank: ThreadRank) -> Transport:
+        return same_host_transport(rank.group)
+
+    assert run_on_threads(body, 3) == [ProcessGroupTransport()] * 3
 
 
 @distributed(2)
 def test_one_rank_needs_nobody() -> None:
     group = new_group([dist.get_rank()])
-    assert default_all_gather(group).transport == SelfTransport()
+    assert same_host_transport(group) == default_all_gather(group).transport == SelfTransport()
     use(group)
+    output = torch.zeros(2)
+    SharedMemoryTransport().all_gather(output, torch.ones(2), group, False)
+    assert output.all()
 
 
 @distributed(2)

@@ -8,61 +8,20 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
+from comm.stand_ins import ACCELERATOR, CPU, stand_in_accelerator
 from fullshard.comm import CommStreams
 from fullshard.comm.runtime.streams import NullEvent, NullStream, canonical_device
-
-CPU = torch.device("cpu")
-ACCELERATOR = torch.device("cuda", 0)
-
-
-class _Stream:
-    """Writes down which events it waits for."""
-
-    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
-        self.device, self.priority = device, priority
-        self.waited: list[Any] = []
-
-    def wait_event(self, event: Any) -> None:
-        self.waited.append(event)
-
-    def record_event(self, event: Any = None) -> tuple[str, _Stream, object]:
-        return ("event", self, object())
-
-
-class _Module:
-    """Stands for torch.cuda."""
-
-    Stream = _Stream
-
-    def __init__(self) -> None:
-        self._current = _Stream()
-
-    def current_device(self) -> int:
-        return 3
-
-    def current_stream(self, device: torch.device) -> _Stream:
-        return self._current
-
-    @contextmanager
-    def stream(self, stream: _Stream) -> Iterator[None]:
-        before, self._current = self._current, stream
-        try:
-            yield
-        finally:
-            self._current = before
 
 
 @pytest.fixture
 def streams() -> Iterator[Any]:
-    with patch("torch.get_device_module", return_value=_Module()):
-        yield CommStreams(ACCELERATOR)
+    with stand_in_accelerator() as (_, streams):
+        yield streams
 
 
 def test_on_cpu_every_stream_is_a_null_object_and_overlap_comes_from_work_handles() -> None:
@@ -105,9 +64,9 @@ def test_use_makes_a_stream_current_and_record_takes_the_current_one(streams: An
     outside = streams.current()
     with streams.use(streams.gather):
         assert streams.current() is streams.gather
-        assert streams.record()[1] is streams.gather
+        assert streams.record().stream is streams.gather
     assert streams.current() is outside
-    assert streams.record(streams.reduce)[1] is streams.reduce
+    assert streams.record(streams.reduce).stream is streams.reduce
 
 
 def test_a_retired_buffer_goes_once_its_owner_waits_for_the_last_use(streams: Any) -> None:
@@ -139,8 +98,8 @@ def test_copy_in_and_gather_wait_for_the_current_stream_before_a_root_forward(
 ) -> None:
     streams.synchronize_with_current()
     for stream in (streams.copy_in, streams.gather):
-        ((_, recorded_on, _),) = stream.waited
-        assert recorded_on is streams.current()
+        (event,) = stream.waited
+        assert event.stream is streams.current()
     assert streams.reduce.waited == []
 
 
@@ -148,5 +107,5 @@ def test_a_device_is_named_as_its_tensors_name_it() -> None:
     assert canonical_device(torch.device("cpu", 0)) == torch.zeros(1).device
     assert canonical_device(torch.device("meta")) == torch.device("meta")
     assert canonical_device(ACCELERATOR) == ACCELERATOR
-    with patch("torch.get_device_module", return_value=_Module()):
+    with stand_in_accelerator():
         assert canonical_device(torch.device("cuda")) == torch.device("cuda", 3)

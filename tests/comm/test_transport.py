@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from comm.stand_ins import group_of
 from fullshard.comm import (
     AllToAllTransport,
     DefaultAllGather,
@@ -20,30 +21,22 @@ from fullshard.comm.transports.transport import adapted
 from support.ranks import distributed, world
 
 
-class _Group:
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
-
-
 def test_self_leaves_an_output_that_is_its_input_alone_and_copies_any_other() -> None:
     transport: Transport = SelfTransport()
-    group = _Group(1)
+    group = group_of(0, 1)
     data = torch.arange(4.0)
     version = data._version
-    assert transport.all_gather(data, data, group, True) is None  # type: ignore[arg-type]
+    assert transport.all_gather(data, data, group, True) is None
     assert data._version == version  # nothing was written
     other = torch.zeros(4)
-    assert transport.all_gather(other, data, group, False) is None  # type: ignore[arg-type]
+    assert transport.all_gather(other, data, group, False) is None
     assert torch.equal(other, data)
 
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG])
 def test_the_sum_and_the_average_over_one_rank_are_its_input(op: dist.ReduceOp.RedOpType) -> None:
     data, output = torch.arange(4.0), torch.zeros(4)
-    work = SelfTransport().reduce_scatter(output, data, _Group(1), op, True)  # type: ignore[arg-type]
+    work = SelfTransport().reduce_scatter(output, data, group_of(0, 1), op, True)
     assert work is None
     assert torch.equal(output, data)
 
@@ -51,7 +44,7 @@ def test_the_sum_and_the_average_over_one_rank_are_its_input(op: dist.ReduceOp.R
 def test_self_is_for_one_rank_only() -> None:
     data = torch.zeros(2)
     with pytest.raises(ValueError, match="process group of 2 ranks"):
-        SelfTransport().all_gather(data, data, _Group(2), False)  # type: ignore[arg-type]
+        SelfTransport().all_gather(data, data, group_of(0, 2), False)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +125,9 @@ def test_a_subclass_may_declare_capabilities_of_the_method_that_it_overrides() -
         def coalesced_up_to(self, process_group: object, device: object) -> int:
             return 16
 
-    group = _Group(2)
+    group = group_of(0, 2)
     comm = DefaultAllGather(transport=Own())
-    assert comm.offers.coalesced_up_to(group, torch.device("cpu")) == 16  # type: ignore[arg-type]
+    assert comm.offers.coalesced_up_to(group, torch.device("cpu")) == 16
 
 
 class _Minimal:
@@ -153,12 +146,12 @@ class _Minimal:
 
 
 def test_a_transport_without_the_base_class_is_only_called() -> None:
-    group, cpu = _Group(1), torch.device("cpu")
+    group, cpu = group_of(0, 1), torch.device("cpu")
     own = _Minimal()
     for comm in (DefaultAllGather(transport=own), DefaultReduceScatter(transport=own)):
         assert comm.transport is own
-        assert comm.offers.coalesced_up_to(group, cpu) == 0  # type: ignore[arg-type]
-        assert not comm.offers.aliases_input(group)  # type: ignore[arg-type]
+        assert comm.offers.coalesced_up_to(group, cpu) == 0
+        assert not comm.offers.aliases_input(group)
         assert not comm.is_automatic
     assert adapted(own).narrow_gather(cpu) is None
     transport = ProcessGroupTransport()

@@ -14,6 +14,7 @@ from fullshard.comm.layouts.views import (
     piece_views,
     shard_views,
 )
+from support.collectives import shard_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.int64, torch.bool]
 
@@ -33,13 +34,6 @@ def layouts(draw: st.DrawFn) -> RankMajorLayout:
 def numbered(spec: TensorSpec) -> torch.Tensor:
     """A full tensor in which neighbours differ."""
     return (torch.arange(spec.numel) * 7 % 5).view(spec.shape).to(spec.dtype)
-
-
-def shard_of(full: torch.Tensor, spec: TensorSpec, rank: int, world_size: int) -> torch.Tensor:
-    """The rank's shard by plain slicing."""
-    rows = spec.shard_shape(rank, world_size)[spec.dim]
-    first = spec.first_row(rank, world_size)
-    return full.view(spec.laid_shape).narrow(spec.dim, first, rows)
 
 
 def new_slice(layout: RankMajorLayout) -> torch.Tensor:
@@ -113,18 +107,6 @@ def test_what_hundreds_of_ranks_hold_nothing_of_is_one_gap() -> None:
     assert len(gaps) <= 3
 
 
-@given(layouts())
-def test_full_views_are_narrow_unflatten_movedim(layout: RankMajorLayout) -> None:
-    for spec, extent in zip(layout.specs, layout.extents, strict=True):
-        full = numbered(spec).view(spec.laid_shape)
-        for view, piece in zip(full_views(full, spec, extent.pieces), extent.pieces, strict=True):
-            rows = piece.shard_shape[spec.dim]
-            part = full.narrow(spec.dim, piece.start, piece.ranks * rows)
-            expected = part.unflatten(spec.dim, (piece.ranks, rows)).movedim(spec.dim, 0)
-            assert torch.equal(view, expected)
-            assert view.shape == (piece.ranks, *piece.shard_shape)
-
-
 def test_full_views_follow_strides_and_storage_offsets() -> None:
     spec = TensorSpec(shape=(4, 6), dtype=torch.int64, dim=1)
     (extent,) = RankMajorLayout([spec], 4).extents
@@ -153,9 +135,3 @@ def test_masks_lie_behind_the_tensors_of_every_slice() -> None:
     assert mask_view(buffer, layout).shape == (2, 1)
     mask_view(buffer, layout).fill_(5.0)
     assert buffer.tolist() == [0.0, 0.0, 5.0, 0.0] * 2
-
-
-def test_an_empty_shard_is_an_empty_tensor_of_the_right_shape() -> None:
-    layout = RankMajorLayout([TensorSpec(shape=(2, 3), dtype=torch.float32)], 4)
-    (shard,) = shard_views(new_slice(layout), layout, 3)
-    assert shard.shape == (0, 3)

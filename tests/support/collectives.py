@@ -17,37 +17,42 @@ from fullshard.comm import (
     ReduceScaling,
     TensorSpec,
     default_all_gather,
+    default_reduce_scatter,
     reduction_scaling,
 )
 
 
 def reduce_config(
     group: dist.ProcessGroup,
-    comm: Any,
+    comm: Any = None,
     scaling: ReduceScaling | None = None,
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> ReduceConfig:
-    """Reductions on the CPU of a group named blocks.0; to the mean, if nothing else is said."""
+    """Reductions of a group named blocks.0, to the mean, by the default collective on the CPU.
+
+    ``options`` say otherwise: streams, device, name and others.
+    """
     return ReduceConfig(
-        comm=comm,
+        comm=default_reduce_scatter(group) if comm is None else comm,
         process_group=group,
-        streams=CommStreams(torch.device("cpu")),
-        device=torch.device("cpu", 0),
         scaling=scaling or reduction_scaling(group.size(), dtype, averages=False),
-        **{"name": "blocks.0", **options},
+        **{"name": "blocks.0", **_on_the_cpu(options)},
     )
 
 
 def gather_config(group: dist.ProcessGroup, comm: Any = None, **options: Any) -> GatherConfig:
-    """Gathers on the CPU; by the default collective, if nothing else is said."""
+    """Gathers by the default collective on the CPU; ``options`` say otherwise."""
     return GatherConfig(
         comm=default_all_gather(group) if comm is None else comm,
         process_group=group,
-        streams=CommStreams(torch.device("cpu")),
-        device=torch.device("cpu", 0),
-        **options,
+        **_on_the_cpu(options),
     )
+
+
+def _on_the_cpu(options: dict[str, Any]) -> dict[str, Any]:
+    device = options.get("device", torch.device("cpu", 0))
+    return {"device": device, "streams": CommStreams(device), **options}
 
 
 def shard_of(full: torch.Tensor, spec: TensorSpec, rank: int, world_size: int) -> torch.Tensor:
