@@ -12,12 +12,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from fullshard.sharding import fully_shard
 from support.wide.fake import StorageSpy, fake_world
 from support.wide.gpu import CARD, card
-from support.wide.model import Stack, loss_of
+from support.wide.model import Stack, local, loss_of, shard
 
 pytestmark = pytest.mark.gpu
 
@@ -36,10 +34,9 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def _sharded(mesh: DeviceMesh, *, reshard_after_forward: bool) -> Stack:
-    model = Stack(BLOCKS, WIDTH, HIDDEN)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    model = shard(
+        Stack(BLOCKS, WIDTH, HIDDEN), mesh=mesh, reshard_after_forward=reshard_after_forward
+    )
     _step(model)  # plans, and makes what the libraries of the card keep
     return model
 
@@ -60,11 +57,7 @@ def _allocated() -> int:
 
 
 def _shard_bytes(model: Stack) -> int:
-    total = 0
-    for param in model.parameters():
-        assert isinstance(param, DTensor)
-        total += param.to_local().nbytes
-    return total
+    return sum(local(param).nbytes for param in model.parameters())
 
 
 def test_between_steps_a_rank_holds_its_shards_only(mesh: DeviceMesh) -> None:

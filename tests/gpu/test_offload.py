@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from fullshard.policies import CPUOffloadPolicy
 from fullshard.sharding import fully_shard
 from support.wide.gpu import CARD, card, card_world, late, synchronisations
-from support.wide.model import LEARNING_RATE, Stack, loss_of, make_batch, make_stack
+from support.wide.model import LEARNING_RATE, Stack, local, loss_of, make_batch, make_stack, shard
 
 pytestmark = pytest.mark.gpu
 
@@ -35,16 +34,7 @@ def _policy(combination: tuple[bool, bool], *, pin_memory: bool = True) -> CPUOf
 
 
 def _sharded(mesh: DeviceMesh, policy: CPUOffloadPolicy) -> Stack:
-    model = make_stack()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, offload_policy=policy, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, offload_policy=policy)
-    return model
-
-
-def _local(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local().detach()
+    return shard(make_stack(), mesh=mesh, offload_policy=policy)
 
 
 def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, *, micro: int = 1) -> list[float]:
@@ -75,7 +65,7 @@ def test_every_combination_trains_as_the_unsharded_model(
     losses, expected = _steps(model, optimizer, micro=2), _steps(whole, other, micro=2)
     assert losses == pytest.approx(expected, rel=1e-4)
     for param, twin in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(_local(param).cpu(), twin.detach().cpu(), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(local(param).cpu(), twin.detach().cpu(), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -88,25 +78,25 @@ def test_everything_is_where_the_policy_says(
 
     class Watched(torch.optim.AdamW):
         def step(self, closure: Any = None) -> Any:
-            stepped.extend(_local(each).device for each in self.param_groups[0]["params"])
+            stepped.extend(local(each).device for each in self.param_groups[0]["params"])
             return super().step.__wrapped__(self, closure)  # type: ignore[attr-defined]  # without its hooks
 
     optimizer = Watched(model.parameters(), lr=LEARNING_RATE)
     loss_of(model, make_batch(8, 0).to(CARD)).backward()
     home = "cpu" if parameters else CARD.type
     for param in model.parameters():
-        assert param.device.type == _local(param).device.type == home
-        assert _local(param.grad).device.type == home
+        assert param.device.type == local(param).device.type == home
+        assert local(param.grad).device.type == home
         if parameters:
-            assert _local(param).is_pinned()
-            assert _local(param.grad).is_pinned()
+            assert local(param).is_pinned()
+            assert local(param.grad).is_pinned()
     optimizer.step()
     place = "cpu" if state else CARD.type
     assert {device.type for device in stepped} == {place}
     for param in model.parameters():
         assert param.device.type == home
         for key in ("exp_avg", "exp_avg_sq"):
-            assert _local(optimizer.state[param][key]).device.type == place
+            assert local(optimizer.state[param][key]).device.type == place
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -119,7 +109,7 @@ def test_a_loaded_state_is_where_steps_are(
     optimizer.load_state_dict(optimizer.state_dict())
     place = "cpu" if combination[1] else CARD.type
     for param in model.parameters():
-        assert _local(optimizer.state[param]["exp_avg"]).device.type == place
+        assert local(optimizer.state[param]["exp_avg"]).device.type == place
     _steps(model, optimizer)
 
 
@@ -162,7 +152,7 @@ def test_shards_and_gradients_are_what_not_offloading_parameters_costs(
         loss_of(model, make_batch(8, 0).to(CARD)).backward()
         card.synchronize()
         used.append(card.memory_allocated() - before)
-        size = sum(_local(param).nbytes for param in model.parameters())
+        size = sum(local(param).nbytes for param in model.parameters())
         del model
     assert used[1] - used[0] >= 2 * size
 
@@ -172,7 +162,7 @@ def test_a_model_on_the_card_is_moved_home_and_one_moved_back_is_an_error(
 ) -> None:
     model = make_stack().to(CARD)
     fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
-    assert all(_local(param).device.type == "cpu" for param in model.parameters())
+    assert all(local(param).device.type == "cpu" for param in model.parameters())
     model.to(CARD)
     with pytest.raises(ValueError, match=r"move it with model\.to\('cpu'\)"):
         model(make_batch(8, 0).to(CARD))

@@ -7,41 +7,38 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from fullshard.comm import (
     CommStreams,
     DefaultAllGather,
     DefaultReduceScatter,
-    GatherConfig,
     RankMajorLayout,
-    ReduceConfig,
     all_gather_tensors,
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_reduce,
     reduce_scatter_tensors,
-    reduction_scaling,
 )
-from fullshard.sharding import fully_shard
+from support.collectives import gather_config, reduce_config
 from support.ranks import distributed, world
 from support.threads.ranks import ThreadRank
 from support.threads.world import run_program_on_threads
 from support.wide.gpu import CARD, card, card_mesh, late
-from support.wide.model import LEARNING_RATE, Stack, loss_of, make_batch, make_stack, train_whole
-from support.wide.tensors import full_tensors, shard_of, specs_of
+from support.wide.model import (
+    LEARNING_RATE,
+    Stack,
+    local,
+    loss_of,
+    make_batch,
+    make_stack,
+    shard,
+    train_whole,
+)
+from support.wide.tensors import full_tensors, shard_of, shards_of, specs_of
 
 pytestmark = pytest.mark.gpu
 
 STEPS = 3
-
-
-def _sharded(model: Stack) -> Stack:
-    mesh = card_mesh()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
 
 
 def _train(model: Stack, rank: int, world_size: int) -> list[torch.Tensor]:
@@ -53,11 +50,7 @@ def _train(model: Stack, rank: int, world_size: int) -> list[torch.Tensor]:
         late()
         optimizer.step()
         optimizer.zero_grad()
-    shards = []
-    for param in model.parameters():
-        assert isinstance(param, DTensor)
-        shards.append(param.to_local().detach())
-    return shards
+    return [local(param) for param in model.parameters()]
 
 
 def _whole(world_size: int) -> list[torch.Tensor]:
@@ -87,7 +80,7 @@ def test_gloo_ranks_on_one_card_equal_the_unsharded_model(world_size: int) -> No
     refusal = _refusal()
     if refusal:
         pytest.skip(f"this torch's gloo does not move tensors of the card: {refusal}")
-    shards = _train(_sharded(make_stack().to(CARD)), dist.get_rank(), world_size)
+    shards = _train(shard(make_stack().to(CARD), mesh=card_mesh()), dist.get_rank(), world_size)
     for index, expected in enumerate(_whole(world_size)):
         mine = shard_of(expected, 0, dist.get_rank(), world_size)
         torch.testing.assert_close(shards[index], mine, rtol=1e-5, atol=1e-6)
@@ -100,7 +93,8 @@ def test_threads_on_one_card_equal_the_unsharded_model(world_size: int) -> None:
 
     def body(rank: ThreadRank) -> list[torch.Tensor]:
         card.set_device(CARD)
-        return _train(_sharded(copy.deepcopy(original)), rank.rank, world_size)
+        own = shard(copy.deepcopy(original), mesh=card_mesh())
+        return _train(own, rank.rank, world_size)
 
     results = run_program_on_threads(body, world_size)
     card.synchronize()
@@ -117,15 +111,12 @@ def test_32_threads_gather_and_reduce_on_one_card() -> None:
     def body(rank: ThreadRank) -> None:
         card.set_device(CARD)
         streams = CommStreams(CARD)  # of its own: all_gather_tensors has one set per process
-        shards = [
-            shard_of(each, spec.dim, rank.rank, world_size)
-            for each, spec in zip(full, specs, strict=True)
-        ]
+        shards = shards_of(full, specs, rank.rank, world_size)
         for each, gathered in zip(full, _gather(rank, shards, streams), strict=True):
             assert torch.equal(each, gathered)
         means = _reduce(rank, full, streams)  # all ranks hold the same, so it is the mean
-        for mean, shard in zip(means, shards, strict=True):
-            torch.testing.assert_close(mean, shard, rtol=world_size * 2**-23, atol=0)
+        for mean, part in zip(means, shards, strict=True):
+            torch.testing.assert_close(mean, part, rtol=world_size * 2**-23, atol=0)
 
     run_program_on_threads(body, world_size)
 
@@ -135,9 +126,7 @@ def _gather(
 ) -> list[torch.Tensor]:
     specs = specs_of((torch.float32,))
     layout = RankMajorLayout(specs, rank.world_size)
-    config = GatherConfig(
-        comm=DefaultAllGather(), process_group=rank.group, streams=streams, device=CARD
-    )
+    config = gather_config(rank.group, DefaultAllGather(), streams=streams, device=CARD)
     streams.synchronize_with_current()
     outputs = [torch.empty(spec.shape, device=CARD) for spec in specs]
     foreach_all_gather_copy_out(foreach_all_gather(shards, layout, config), outputs)
@@ -148,11 +137,5 @@ def _reduce(
     rank: ThreadRank, gradients: list[torch.Tensor], streams: CommStreams
 ) -> list[torch.Tensor]:
     layout = RankMajorLayout(specs_of((torch.float32,)), rank.world_size)
-    config = ReduceConfig(
-        comm=DefaultReduceScatter(),
-        process_group=rank.group,
-        streams=streams,
-        device=CARD,
-        scaling=reduction_scaling(rank.world_size, torch.float32, averages=False),
-    )
+    config = reduce_config(rank.group, DefaultReduceScatter(), streams=streams, device=CARD)
     return foreach_reduce(gradients, layout, config).wait().shards

@@ -18,19 +18,17 @@ from fullshard.comm import (
     CommStreams,
     DefaultAllGather,
     DefaultReduceScatter,
-    GatherConfig,
     RankMajorLayout,
-    ReduceConfig,
     TensorSpec,
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_reduce,
     reduction_scaling,
 )
-from fullshard.sharding import FSDPModule, fully_shard
-from support.collectives import ToldAllGather
+from fullshard.sharding import FSDPModule
+from support.collectives import ToldAllGather, gather_config, reduce_config
 from support.wide.gpu import CARD, card, card_world, late
-from support.wide.model import loss_of, make_batch, make_stack
+from support.wide.model import loss_of, make_batch, make_stack, shard
 from support.wide.tensors import OneStream
 
 pytestmark = pytest.mark.gpu
@@ -54,15 +52,13 @@ def test_a_gather_sees_what_was_written_last(
     group: dist.ProcessGroup, streams: type[CommStreams], async_op: bool
 ) -> None:
     layout = RankMajorLayout(SPECS, 1)
-    config = GatherConfig(
-        comm=DefaultAllGather(), process_group=group, streams=streams(CARD), device=CARD
-    )
+    config = gather_config(group, DefaultAllGather(), streams=streams(CARD), device=CARD)
     shards = [torch.zeros(spec.shape, device=CARD) for spec in SPECS]
     results = []
     for number in range(1, ROUNDS + 1):
         late()
-        for shard in shards:
-            shard.fill_(number)
+        for each in shards:
+            each.fill_(number)
         config.streams.synchronize_with_current()
         in_flight = foreach_all_gather(shards, layout, config, async_op=async_op)
         late()  # the copy out comes late, too: its buffer must not go to the next gather before
@@ -78,13 +74,9 @@ def test_a_reduction_reads_gradients_that_are_freed_at_once(
     group: dist.ProcessGroup, streams: type[CommStreams]
 ) -> None:
     layout = RankMajorLayout(SPECS, 1)
-    config = ReduceConfig(
-        comm=DefaultReduceScatter(),
-        process_group=group,
-        streams=streams(CARD),
-        device=CARD,
-        scaling=reduction_scaling(1, torch.float32, averages=True, divide_factor=2.0),
-    )
+    scaling = reduction_scaling(1, torch.float32, averages=True, divide_factor=2.0)
+    options: dict[str, Any] = {"streams": streams(CARD), "device": CARD}
+    config = reduce_config(group, DefaultReduceScatter(), scaling, **options)
     flights = []
     for number in range(1, ROUNDS + 1):
         gradients = [torch.zeros(spec.shape, device=CARD) for spec in SPECS]
@@ -103,9 +95,8 @@ def test_the_engine_gathers_beside_the_compute_stream(group: dist.ProcessGroup) 
     mesh = DeviceMesh.from_group(group, CARD.type)
     streams: list[Any] = []
     noting = ToldAllGather(lambda output, group: streams.append(card.current_stream()))
-    model = make_stack().to(CARD)
+    model = shard(make_stack().to(CARD), mesh=mesh)
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
         assert isinstance(module, FSDPModule)
         module.set_custom_all_gather(noting)
     compute = card.Stream()
@@ -121,10 +112,7 @@ def test_the_engine_gathers_beside_the_compute_stream(group: dist.ProcessGroup) 
 
 def test_a_forward_sees_an_optimizer_step_that_ends_late(group: dist.ProcessGroup) -> None:
     mesh = DeviceMesh.from_group(group, CARD.type)
-    model = make_stack().to(CARD)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = shard(make_stack().to(CARD), mesh=mesh)
     plain = make_stack().to(CARD)
     batch = make_batch(4, 0).to(CARD)
     for each in (model, plain):

@@ -21,7 +21,7 @@ from support.wide.gpu import (
     synchronisations,
     without_synchronisation,
 )
-from support.wide.model import LEARNING_RATE, Stack, loss_of, make_batch, make_stack
+from support.wide.model import LEARNING_RATE, loss_of, make_batch, make_stack, shard
 
 pytestmark = pytest.mark.gpu
 
@@ -40,21 +40,14 @@ def mesh(
             yield mesh
 
 
-def _sharded(mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard: bool | None) -> Stack:
-    model = make_stack().to(CARD)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    return model
-
-
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_step_never_makes_the_host_wait(
     mesh: DeviceMesh, reshard: bool | None, dtype: torch.dtype | None
 ) -> None:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    model = _sharded(mesh, policy, reshard)
+    options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard}
+    model = shard(make_stack().to(CARD), **options)
     blocks: list[FSDPModule] = [block for block in model.blocks if isinstance(block, FSDPModule)]
     blocks[0].set_modules_to_forward_prefetch(blocks[1:])
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)

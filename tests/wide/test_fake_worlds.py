@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, EventLog, observe
-from fullshard.sharding import fully_shard
 from support.wide.fake import StorageSpy, fake_world
-from support.wide.model import WIDTH, Stack, loss_of, make_stack
+from support.wide.model import WIDTH, Stack, loss_of, make_stack, shard
 
 BLOCKS = 3
 CALLS = (EventKind.UNSHARD, EventKind.RESHARD, EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER)
@@ -24,12 +24,8 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
         yield mesh
 
 
-def _sharded(mesh: DeviceMesh, *, reshard_after_forward: bool | None = None) -> Stack:
-    model = make_stack(BLOCKS)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    return model
+def _sharded(mesh: DeviceMesh, **options: Any) -> Stack:
+    return shard(make_stack(BLOCKS), mesh=mesh, **options)
 
 
 def _leaves(model: Stack) -> list[torch.nn.Module]:

@@ -22,15 +22,10 @@ from fullshard.comm import (
     DefaultReduceScatter,
     EventKind,
     EventLog,
-    GatherConfig,
     RankMajorLayout,
-    ReduceConfig,
     ReducedShards,
-    ReduceScaling,
     TensorSpec,
     all_gather_tensors,
-    default_all_gather,
-    default_reduce_scatter,
     foreach_all_gather,
     foreach_all_gather_copy_out,
     foreach_reduce,
@@ -40,11 +35,11 @@ from fullshard.comm import (
 from fullshard.comm.transports.first_ranks import for_first_ranks
 from fullshard.comm.transports.transport import ProcessGroupTransport
 from fullshard.sharding import FSDPModule, fully_shard
+from support.collectives import gather_config, reduce_config
 from support.modules import Assembled
-from support.threads.group import ThreadGroup
 from support.threads.ranks import ThreadRank, run_on_threads, seeded
 from support.threads.world import run_program_on_threads
-from support.wide.tensors import MIXED, BlockingStreams, OneStream, full_tensors, shard_of
+from support.wide.tensors import MIXED, BlockingStreams, OneStream, full_tensors, shards_of
 
 CPU = torch.device("cpu")
 EVEN = (((3, 4), 0), ((3,), 0), ((3, 2, 2), 0))  # the same three ranks hold a row of each
@@ -84,33 +79,6 @@ def _specs(shapes: Sequence[Any], dtypes: Sequence[torch.dtype]) -> list[TensorS
     ]
 
 
-def _gather_config(
-    group: ThreadGroup, streams: type[CommStreams], comm: Any = None
-) -> GatherConfig:
-    comm = default_all_gather(group) if comm is None else comm
-    source = BufferPool()
-    return GatherConfig(
-        comm=comm, process_group=group, streams=streams(CPU), device=CPU, source=source
-    )
-
-
-def _reduce_config(
-    group: ThreadGroup,
-    scaling: ReduceScaling,
-    comm: Any = None,
-    streams: type[CommStreams] = CommStreams,
-) -> ReduceConfig:
-    comm = default_reduce_scatter(group) if comm is None else comm
-    return ReduceConfig(
-        comm=comm,
-        process_group=group,
-        streams=streams(CPU),
-        device=CPU,
-        scaling=scaling,
-        source=BufferPool(),
-    )
-
-
 def _nbytes(kind: EventKind, log: EventLog) -> list[int]:
     return [event.nbytes for event in log.events if event.kind is kind and event.rank == 9]
 
@@ -130,12 +98,11 @@ def test_what_few_ranks_hold_comes_to_all_of_them(
     fulls = [full_tensors(specs, number) for number in range(3)]
 
     def body(rank: ThreadRank) -> None:
-        config = _gather_config(rank.group, streams)
-        flights = []
-        for full in fulls:
-            pairs = zip(full, specs, strict=True)
-            shards = [shard_of(each, spec.dim, rank.rank, world) for each, spec in pairs]
-            flights.append(foreach_all_gather(shards, layout, config))
+        config = gather_config(rank.group, streams=streams(CPU), source=BufferPool())
+        flights = [
+            foreach_all_gather(shards_of(full, specs, rank.rank, world), layout, config)
+            for full in fulls
+        ]
         flights[1].discard()
         for number in (2, 0):
             outputs = [torch.full_like(each, 77) for each in fulls[number]]
@@ -170,8 +137,9 @@ def test_reductions_to_few_ranks_are_those_to_all_to_the_bit(
 
     def body(rank: ThreadRank) -> None:
         comms = [DefaultReduceScatter(transport=each) for each in transports]
-        narrow = _reduce_config(rank.group, scaling, comms[0], streams)
-        wide = _reduce_config(rank.group, scaling, comms[1])
+        options: dict[str, Any] = {"streams": streams(CPU), "source": BufferPool()}
+        narrow = reduce_config(rank.group, comms[0], scaling, **options)
+        wide = reduce_config(rank.group, comms[1], scaling, source=BufferPool())
         into: ReducedShards | None = None
         for step, missing in enumerate(absent):
             gradients: list[torch.Tensor | None] = [*full_tensors(specs, rank.rank, step)]
@@ -194,10 +162,9 @@ def test_reductions_to_few_ranks_are_those_to_all_to_the_bit(
 def test_several_reductions_in_flight_do_not_mix() -> None:
     specs = _specs(UNEVEN, (torch.float32,))
     layout = RankMajorLayout(specs, 32, mask_numel=len(specs))
-    scaling = reduction_scaling(32, torch.float32, averages=False)
 
     def body(rank: ThreadRank) -> list[ReducedShards]:
-        config = _reduce_config(rank.group, scaling)
+        config = reduce_config(rank.group, source=BufferPool())
         flights = [
             foreach_reduce([torch.full(spec.shape, float(step)) for spec in specs], layout, config)
             for step in range(3)
@@ -207,29 +174,23 @@ def test_several_reductions_in_flight_do_not_mix() -> None:
     for results in run_on_threads(lambda rank: (rank.rank, body(rank)), 32):
         rank, reduced = results
         for step, each in zip((1, 0, 2), reduced, strict=True):
-            shapes = [shard_of(torch.zeros(spec.shape), spec.dim, rank, 32) for spec in specs]
-            wanted = [torch.full_like(shape, float(step)) for shape in shapes]
-            assert all(map(torch.equal, each.shards, wanted))
+            fulls = [torch.full(spec.shape, float(step)) for spec in specs]
+            assert all(map(torch.equal, each.shards, shards_of(fulls, specs, rank, 32)))
 
 
 def test_only_the_slices_of_those_ranks_travel_and_have_memory() -> None:
     specs = _specs(EVEN, (torch.float32,))
     gathered = RankMajorLayout(specs, 32)
     reduced = RankMajorLayout(specs, 32, mask_numel=len(specs))
-    scaling = reduction_scaling(32, torch.float32, averages=False)
 
     def body(rank: ThreadRank) -> tuple[int, int]:
-        gather, reduce = (
-            _gather_config(rank.group, CommStreams),
-            _reduce_config(rank.group, scaling),
-        )
+        sources = BufferPool(), BufferPool()
+        gather = gather_config(rank.group, source=sources[0])
         full = full_tensors(specs)
-        pairs = zip(full, specs, strict=True)
-        shards = [shard_of(each, spec.dim, rank.rank, 32) for each, spec in pairs]
+        shards = shards_of(full, specs, rank.rank, 32)
         foreach_all_gather_copy_out(foreach_all_gather(shards, gathered, gather), full)
-        foreach_reduce(full, reduced, reduce).wait()
-        assert isinstance(gather.source, BufferPool) and isinstance(reduce.source, BufferPool)
-        return gather.source.nbytes, reduce.source.nbytes
+        foreach_reduce(full, reduced, reduce_config(rank.group, source=sources[1])).wait()
+        return sources[0].nbytes, sources[1].nbytes
 
     log = EventLog()
     with observe(log):
@@ -266,10 +227,9 @@ def test_a_collective_or_allocator_of_a_users_own_sees_full_width() -> None:
     def body(rank: ThreadRank) -> None:
         own = _Own()
         for comm in (own, DefaultAllGather(allocator=_OwnAllocator())):
-            config = _gather_config(rank.group, CommStreams, comm)
+            config = gather_config(rank.group, comm, source=BufferPool())
             full = full_tensors(specs)
-            pairs = zip(full, specs, strict=True)
-            shards = [shard_of(each, spec.dim, rank.rank, 32) for each, spec in pairs]
+            shards = shards_of(full, specs, rank.rank, 32)
             outputs = [torch.zeros_like(each) for each in full]
             foreach_all_gather_copy_out(foreach_all_gather(shards, layout, config), outputs)
             assert all(map(torch.equal, outputs, full))
@@ -287,9 +247,7 @@ def test_what_many_of_the_ranks_hold_travels_at_full_width() -> None:
 
     def body(rank: ThreadRank) -> None:
         full = full_tensors(specs)
-        pairs = zip(full, specs, strict=True)
-        shards = [shard_of(each, spec.dim, rank.rank, 32) for each, spec in pairs]
-        gathered = all_gather_tensors(shards, specs, rank.group)
+        gathered = all_gather_tensors(shards_of(full, specs, rank.rank, 32), specs, rank.group)
         assert all(map(torch.equal, gathered, full))
 
     log = EventLog()

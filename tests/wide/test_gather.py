@@ -7,20 +7,18 @@ import torch
 
 from fullshard.comm import (
     CommStreams,
-    GatherConfig,
     RankMajorLayout,
-    default_all_gather,
     foreach_all_gather,
     foreach_all_gather_copy_out,
 )
-from support.threads.group import ThreadGroup
+from support.collectives import gather_config
 from support.threads.ranks import ThreadRank, run_on_threads
 from support.wide.tensors import (
     MIXED,
     BlockingStreams,
     OneStream,
     full_tensors,
-    shard_of,
+    shards_of,
     specs_of,
 )
 
@@ -32,12 +30,6 @@ DTYPES = {
     "bf16": (torch.bfloat16,),
     "mixed": MIXED,
 }
-
-
-def _config(group: ThreadGroup, streams: CommStreams) -> GatherConfig:
-    return GatherConfig(
-        comm=default_all_gather(group), process_group=group, streams=streams, device=CPU
-    )
 
 
 @pytest.mark.cross
@@ -55,9 +47,8 @@ def test_128_ranks_gather_uneven_tensors_bit_for_bit(
     full = full_tensors(specs)
 
     def body(rank: ThreadRank) -> None:
-        config = _config(rank.group, streams(CPU))
-        pairs = zip(full, specs, strict=True)
-        shards = [shard_of(each, spec.dim, rank.rank, WORLD) for each, spec in pairs]
+        config = gather_config(rank.group, streams=streams(CPU))
+        shards = shards_of(full, specs, rank.rank, WORLD)
         in_flight = foreach_all_gather(shards, layout, config, async_op=async_op)
         assert (in_flight.work is not None) == (async_op or config.streams.asynchronous_work)
         outputs = [torch.full_like(each, 77) for each in full]
@@ -77,11 +68,10 @@ def test_a_smaller_world_gathers_among_its_own_ranks_only(size: int) -> None:
     def body(rank: ThreadRank) -> None:
         group = rank.subgroup(size)
         full = fulls[rank.rank // size]
-        pairs = zip(full, specs, strict=True)
-        shards = [shard_of(each, spec.dim, rank.rank % size, size) for each, spec in pairs]
+        shards = shards_of(full, specs, rank.rank % size, size)
         outputs = [torch.empty_like(each) for each in full]
-        config = _config(group, CommStreams(CPU))
-        foreach_all_gather_copy_out(foreach_all_gather(shards, layout, config), outputs)
+        in_flight = foreach_all_gather(shards, layout, gather_config(group))
+        foreach_all_gather_copy_out(in_flight, outputs)
         for output, each in zip(outputs, full, strict=True):
             assert torch.equal(output, each)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.sharding import FSDPModule, RankMismatchError, fully_shard
@@ -21,30 +21,29 @@ from support.wide.model import (
     LEARNING_RATE,
     Stack,
     gradients_by_ranks,
+    local,
     loss_of,
     make_batch,
     make_stack,
+    shard,
     train_whole,
 )
 
 STEPS = 3
 
 
-def _sharded(model: Stack, *, reshard_after_forward: bool | int | None = None) -> Stack:
+def _sharded(model: Stack, **options: Any) -> Stack:
     """A sharded copy: threads must not share a module."""
-    own = copy.deepcopy(model)
-    for block in own.blocks:
-        fully_shard(block, reshard_after_forward=reshard_after_forward)
-    fully_shard(own, reshard_after_forward=reshard_after_forward)
-    return own
+    return shard(copy.deepcopy(model), **options)
 
 
 def _locals(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    found = []
-    for tensor in tensors:
-        assert isinstance(tensor, DTensor)
-        found.append(tensor.to_local().detach().clone())
-    return found
+    return [local(tensor).clone() for tensor in tensors]
+
+
+def _parts(world_size: int, rank: int) -> list[torch.Tensor]:
+    """A rank's part of the batch of each step."""
+    return [make_batch(world_size, step).chunk(world_size)[rank] for step in range(STEPS)]
 
 
 def _joined(shards: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
@@ -90,8 +89,7 @@ def test_steps_equal_those_of_the_unsharded_model(
         own = _sharded(model, reshard_after_forward=reshard)
         optimizer = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE)
         losses, gradients = [], []
-        for step in range(STEPS):
-            part = make_batch(world_size, step).chunk(world_size)[rank.rank]
+        for part in _parts(world_size, rank.rank):
             loss = loss_of(own, part)
             loss.backward()
             gradients.append(_locals([param.grad for param in own.parameters()]))
@@ -127,7 +125,7 @@ def test_backward_gathers_from_the_smaller_world_that_forward_resharded_to() -> 
         for module in own.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(noting)
-        loss_of(own, make_batch(world_size, 0).chunk(world_size)[rank.rank]).backward()
+        loss_of(own, _parts(world_size, rank.rank)[0]).backward()
         return sizes
 
     expected = [world_size] * 4 + [smaller] * 4
@@ -144,14 +142,8 @@ def test_shards_may_be_replicated(shape: tuple[int, int]) -> None:
 
     def body(rank: ThreadRank) -> list[torch.Tensor]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        own = copy.deepcopy(model)
-        for module in (*own.blocks, own):
-            fully_shard(module, mesh=mesh)
-        optimizer = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE)
-        for step in range(STEPS):
-            loss_of(own, make_batch(world_size, step).chunk(world_size)[rank.rank]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        own = _sharded(model, mesh=mesh)
+        train_whole(own, _parts(world_size, rank.rank))
         return _locals(list(own.parameters()))
 
     results = run_program_on_threads(body, world_size)
@@ -172,11 +164,7 @@ def test_every_rank_issues_the_same_collectives_in_the_same_order() -> None:
         own = _sharded(model)
         blocks: list[FSDPModule] = [block for block in own.blocks if isinstance(block, FSDPModule)]
         blocks[0].set_modules_to_forward_prefetch(blocks[1:])
-        optimizer = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE)
-        for step in range(STEPS):
-            loss_of(own, make_batch(world_size, step).chunk(world_size)[rank.rank]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train_whole(own, _parts(world_size, rank.rank))
 
     log = EventLog()
     with observe(log):

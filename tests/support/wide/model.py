@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from fullshard.sharding import fully_shard
 from support import modules
 from support.threads.ranks import seeded
 
@@ -45,6 +48,19 @@ def make_stack(blocks: int = 3) -> Stack:
     return model
 
 
+def shard(model: Stack, **options: Any) -> Stack:
+    """Give each block to ``fully_shard``, then the model, with the same options."""
+    for module in (*model.blocks, model):
+        fully_shard(module, **options)
+    return model
+
+
+def local(tensor: torch.Tensor | None) -> torch.Tensor:
+    """This rank's part of a sharded tensor."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local().detach()
+
+
 def make_batch(world_size: int, step: int, per_rank: int = 2) -> torch.Tensor:
     """The whole batch of a step: ``[world_size * per_rank, width]``."""
     return torch.randn(world_size * per_rank, WIDTH, generator=seeded(world_size, step))
@@ -73,7 +89,7 @@ def gradients_by_ranks(model: nn.Module, parts: Sequence[torch.Tensor]) -> list[
 
 
 def train_whole(model: nn.Module, batches: Sequence[torch.Tensor]) -> list[float]:
-    """The losses of plain SGD steps on whole batches; trains ``model`` in place."""
+    """The losses of plain SGD steps, one on each batch; trains ``model`` in place."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses = []
     for batch in batches:

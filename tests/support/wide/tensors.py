@@ -68,10 +68,18 @@ def shard_of(full: torch.Tensor, dim: int, rank: int, world_size: int) -> torch.
     return part.contiguous()
 
 
+def shards_of(
+    fulls: Sequence[torch.Tensor], specs: Sequence[TensorSpec], rank: int, world_size: int
+) -> list[torch.Tensor]:
+    """``rank``'s part of each full tensor."""
+    pairs = zip(fulls, specs, strict=True)
+    return [shard_of(full, spec.dim, rank, world_size) for full, spec in pairs]
+
+
 def mean_and_bound(
-    gradients: Sequence[torch.Tensor], dtype: torch.dtype, divide_factor: float
+    gradients: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum over ranks divided by the factor, in fp64, and how far ``dtype`` may be from it.
+    """The mean over ranks, in fp64, and how far ``dtype`` may be from it.
 
     Each of the N additions and the two scalings round once, by at most half an ulp of what is then
     at most the sum of magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, 4.2); in
@@ -82,5 +90,5 @@ def mean_and_bound(
     roundings = len(gradients) + 2
     magnitudes = stack.abs().sum(0)
     absolute = roundings * info.smallest_normal * info.eps * len(gradients)
-    bound = (1.02 * roundings * info.eps / 2 * magnitudes + absolute) / divide_factor
-    return stack.sum(0) / divide_factor, bound
+    bound = (1.02 * roundings * info.eps / 2 * magnitudes + absolute) / len(gradients)
+    return stack.mean(0), bound
