@@ -8,11 +8,13 @@ trainable parameters without an element.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from support.apart import private_memory
 from support.collectives import ToldReduceScatter
 from support.parity.compare import EXACT, Tolerance, rounding
 from support.parity.engines import OURS, TORCH, Engine, shard, tell
@@ -68,10 +70,14 @@ def test_full_precision_equals_torch(name: str, world_size: int) -> None:
 
 @pytest.mark.cross
 @pytest.mark.parametrize("precision", sorted(PRECISIONS.keys() - {"fp32"}))
-@pytest.mark.parametrize("name", few(["uneven", "transformer", "lora"], "uneven"))
+@pytest.mark.parametrize("name", few(["uneven", "transformer", "lora"], "uneven", "lora"))
+@pytest.mark.parametrize("memory", [nullcontext, private_memory])
 @distributed(2)
-def test_mixed_precision_equals_torch(name: str, precision: str, world_size: int) -> None:
-    _compare(name, world_size, precision)
+def test_mixed_precision_equals_torch(
+    name: str, precision: str, memory: Any, world_size: int
+) -> None:
+    with memory():
+        _compare(name, world_size, precision)
 
 
 def _train_in_bf16(
@@ -115,12 +121,14 @@ def test_without_a_reduce_dtype_gradients_travel_and_add_up_in_the_dtype_of_the_
 
 
 @pytest.mark.device(paces=True)
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("memory", [nullcontext, private_memory])
+@pytest.mark.parametrize("reshard", [True, False])
 @distributed(2)
 def test_what_is_resharded_does_not_change_the_result(
-    reshard_after_forward: bool, world_size: int
+    reshard: bool, memory: Any, world_size: int
 ) -> None:
-    _compare("transformer-nested", world_size, reshard_after_forward=reshard_after_forward)
+    with memory():
+        _compare("transformer-nested", world_size, reshard_after_forward=reshard)
 
 
 @pytest.mark.cross

@@ -215,11 +215,6 @@ def test_a_frozen_network_that_is_read_while_sharded_raises() -> None:
 # -- no output of a sharded module has a part in the loss -----------------------------------------
 
 
-def _plain_object(model: Any, x: torch.Tensor) -> torch.Tensor:
-    model(x)  # returns a number
-    return model.loss
-
-
 def _keeps_loss(module: Any, x: torch.Tensor) -> float:
     module.loss = module.head(torch.tanh(module.body(x))).square().mean()
     return float(module.loss.detach())

@@ -26,7 +26,7 @@ from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPo
 from fullshard.wire import Quantised, WirePolicy
 from support.apart import private_memory
 from support.parity.compare import EXACT, assert_equal, full, gradients_of, rounding
-from support.parity.engines import OURS, TORCH, shard
+from support.parity.engines import shard
 from support.parity.models import CASES, build
 from support.parity.reference import accumulate, compare, my_rows, rows_of, train, whole_batch
 from support.products import few
@@ -104,36 +104,6 @@ def test_accumulating_over_batches_equals_one_large_one(hosts: str, world_size: 
 
 
 # -- each rank on a host of its own ---------------------------------------------------------------
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "kept": {"reshard_after_forward": False},
-    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "bf16": {"mp_policy": {"param_dtype": torch.bfloat16}},
-    "bf16-fp32": {"mp_policy": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}},
-    "fp32-bf16": {"mp_policy": {"reduce_dtype": torch.bfloat16}},
-}
-
-
-def _ours(name: str, options: dict[str, Any]) -> nn.Module:
-    made = dict(options)
-    if "mp_policy" in made:
-        made["mp_policy"] = MixedPrecisionPolicy(**made["mp_policy"])
-    return shard(CASES[name], OURS, **made)
-
-
-@pytest.mark.parametrize("setting", few(sorted(SETTINGS), "bf16-fp32", "offload"))
-@distributed(2)
-def test_with_these_settings_no_bit_differs_from_torchs_own(setting: str) -> None:
-    """Two numbers are added alike by both, so that torch's own says what is right."""
-    case, options = CASES["transformer"], SETTINGS[setting]
-    with private_memory():
-        got = train(_ours("transformer", options), case, my_rows(), steps=3)
-    theirs = dict(options)
-    if "mp_policy" in theirs:
-        theirs["mp_policy"] = TORCH.mixed(**theirs["mp_policy"])
-    theirs.pop("offload_policy", None)  # where a parameter lives changes no value
-    want = train(shard(case, TORCH, **theirs), case, my_rows(), steps=3)
-    compare(got, want, EXACT, average=False)
 
 
 @distributed(4)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -33,7 +34,6 @@ from support.parity.compare import (
     EXACT,
     Tensors,
     assert_equal,
-    full,
     gradients_of,
     mean_over_ranks,
     parameters_of,
@@ -96,10 +96,7 @@ FEW = {
 
 
 @pytest.mark.device(paces=True)
-@pytest.mark.parametrize(
-    "which",
-    [each if each in FEW else pytest.param(each, marks=pytest.mark.matrix) for each in MESHES],
-)
+@pytest.mark.parametrize("which", few(MESHES, *FEW))
 @distributed(4)
 def test_named_axes_train_as_the_unsharded_model_does(which: str) -> None:
     shape, names, dims = MESHES[which]
@@ -130,16 +127,12 @@ def test_several_axes_that_shard_equal_one_axis_to_the_last_bit() -> None:
 @distributed(4)
 def test_flattened_axes_are_those_that_the_user_may_have_flattened_before() -> None:
     mesh = cpu_mesh((1, 2, 2), AXES)
-    model: Any = fully_shard(
-        nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=Dims(shard=("dp_shard", "cp"))
-    )
-    again: Any = fully_shard(
-        nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=Dims(shard=("dp_shard", "cp"))
-    )
-    flat = model.weight.device_mesh
+    dims = Dims(shard=("dp_shard", "cp"))
+    made: Any = [fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=dims) for _ in range(2)]
+    flat, again = (model.weight.device_mesh for model in made)
     assert flat.mesh_dim_names == ("dp_shard_cp",)
     assert flat.size() == 4
-    assert again.weight.device_mesh.get_group() is flat.get_group()
+    assert again.get_group() is flat.get_group()
 
 
 @distributed(4)
@@ -308,9 +301,7 @@ def _mesh_infos() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], Calla
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize(
-    "reshard", [True, 2, *(pytest.param(each, marks=pytest.mark.matrix) for each in (False, None))]
-)
+@pytest.mark.parametrize("reshard", few([True, 2, False, None], True, 2))
 @pytest.mark.parametrize("kind", ["sharded inside", "hybrid", "replicated"])
 @distributed(4)
 def test_groups_of_one_module_on_their_own_meshes_have_their_own_means(
@@ -381,68 +372,39 @@ def test_groups_of_one_module_have_as_many_collectives_as_torchs() -> None:
 # -- experts in parallel --------------------------------------------------------------------------
 
 
-class _Exchange(torch.autograd.Function):
-    """Half of the tokens to each rank of a pair, and back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        out = torch.empty_like(grad)
-        dist.all_to_all_single(out, grad.contiguous(), group=ctx.group)
-        return out, None
+def _run_mixture(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Even tokens go to the first expert, odd ones to the second; ``[tokens, 6]``, in and out."""
+    x = torch.tanh(m.inlet(x))
+    out = torch.stack([m.experts[0](x[0::2]), m.experts[1](x[1::2])], dim=1)
+    return m.head(torch.tanh(out.flatten(0, 1)))
 
 
-class Mixture(nn.Module):
-    """Two experts: even tokens go to the first, odd ones to the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(6, 6)
-        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.head = nn.Linear(6, 1)
-
-    def mix(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape: ``[tokens, 6]``, in and out."""
-        out = torch.stack([self.experts[0](x[0::2]), self.experts[1](x[1::2])], dim=1)
-        return torch.tanh(out.flatten(0, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.mix(torch.tanh(self.inlet(x))))
-        return out
+def _mixture() -> Any:
+    torch.manual_seed(5)
+    experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+    return Assembled(_run_mixture, inlet=nn.Linear(6, 6), experts=experts, head=nn.Linear(6, 1))
 
 
-class ParallelMixture(nn.Module):
+def _parallel_mixture(pair: dist.ProcessGroup) -> Any:
     """The same on a pair of ranks, of which each has one expert."""
 
-    def __init__(self, whole: Mixture, pair: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.inlet, self.head = whole.inlet, whole.head
-        self.expert = whole.experts[pair.rank()]
-        self.pair = pair
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(m.inlet(x))
+        by_expert = torch.cat([x[0::2], x[1::2]])
+        mine = all_to_all_single_autograd(by_expert, None, None, pair)
+        back = all_to_all_single_autograd(m.expert(mine), None, None, pair)
+        return m.head(torch.tanh(torch.stack(back.chunk(2), dim=1).flatten(0, 1)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.inlet(x))
-        sorted_by_expert = torch.cat([x[0::2], x[1::2]])
-        mine = _Exchange.apply(sorted_by_expert, self.pair)  # type: ignore[no-untyped-call]
-        back = _Exchange.apply(self.expert(mine), self.pair)  # type: ignore[no-untyped-call]
-        first, second = back.chunk(2)
-        return self.head(torch.tanh(torch.stack([first, second], dim=1).flatten(0, 1)))
+    whole = _mixture()
+    expert = whole.experts[pair.rank()]
+    return Assembled(run, inlet=whole.inlet, expert=expert, head=whole.head)
 
 
 @distributed(4)
 def test_experts_in_parallel_train_as_the_unsharded_mixture() -> None:
     """The experts are sharded over the ranks that hold the same one, the rest over all."""
     mesh = cpu_mesh((2, 2), ("expert_data", "expert"))
-    torch.manual_seed(5)
-    whole = Mixture()
-    torch.manual_seed(5)
-    model: Any = ParallelMixture(Mixture(), mesh["expert"].get_group())
+    whole, model = _mixture(), _parallel_mixture(mesh["expert"].get_group())
     experts = set(model.expert.parameters())
     over = ShardPlacementResult(None, FSDPMeshInfo(mesh["expert_data"]))
     fully_shard(model, mesh=cpu_mesh(), shard_placement_fn=lambda p: over if p in experts else None)
@@ -467,11 +429,6 @@ def test_experts_in_parallel_train_as_the_unsharded_mixture() -> None:
             optimizer.step()
         model.zero_grad()
         whole.zero_grad()
-    weight: Any = model.expert.weight
-    assert weight.to_local().shape == (3, 6)
-    assert_equal(
-        {"weight": full(weight)},
-        {"weight": parameters_of(whole.experts[which])["weight"]},
-        rounding(4, steps=3),
-        "expert",
-    )
+    assert model.expert.weight.to_local().shape == (3, 6)
+    want = parameters_of(whole.experts[which])
+    assert_equal(parameters_of(model.expert), want, rounding(4, steps=3), "expert")

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map, tree_map_only
 
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -31,6 +32,7 @@ from fullshard.sharding import (
 from fullshard.wire import Quantised, WirePolicy
 from support.apart import private_memory
 from support.events.recorder import group_of
+from support.modules import Assembled
 from support.parity.compare import assert_equal, full, gradients_of, parameters_of, rounding
 from support.parity.engines import OURS, shard, tell
 from support.parity.models import CASES
@@ -125,26 +127,19 @@ def test_mixed_precision_equals_its_definition(name: str) -> None:
     assert_equal(gradients_of(model), want, rounding(4, steps=2), "gradients")
 
 
-class _Kinds(nn.Module):
-    """A 0-d parameter, a frozen one, one that no forward uses and one of fewer rows than ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 7)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.frozen = nn.Parameter(torch.ones(7, 2), requires_grad=False)
-        self.unused = nn.Parameter(torch.ones(5))
-        self.few = nn.Parameter(torch.ones(1, 7))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.linear(x) * self.scale * self.few) @ self.frozen
-
-
 @pytest.mark.parametrize("name", few(PLACEMENTS, "ZeRO-1", "inner", "full, inner"))
 @distributed(4)
 def test_parameters_of_all_kinds(name: str) -> None:
+    """One of no dim, one that is frozen, one that no forward uses, one of fewer rows than ranks."""
     torch.manual_seed(0)
-    whole = _Kinds().double()
+    whole = Assembled(
+        lambda m, x: (m.linear(x) * m.scale * m.few) @ m.frozen,
+        linear=nn.Linear(6, 7),
+        scale=nn.Parameter(torch.tensor(1.5)),
+        frozen=nn.Parameter(torch.ones(7, 2), requires_grad=False),
+        unused=nn.Parameter(torch.ones(5)),
+        few=nn.Parameter(torch.ones(1, 7)),
+    ).double()
     model: Any = copy.deepcopy(whole)
     fully_shard(model, mesh=mesh_of(), placements=PLACEMENTS[name])
     for index in range(2):
@@ -179,10 +174,9 @@ def _sent(log: EventLog, kind: EventKind, *, second: bool) -> int:
 @distributed(4)
 def test_bytes_that_travel_and_are_held_equal_the_formulas(name: str) -> None:
     placements, micro_batches, numel = PLACEMENTS[name], 3, WIDTH * WIDTH
-    mesh = mesh_of()
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))).double()
     for layer in (*model, model):
-        fully_shard(layer, mesh=mesh, placements=placements)
+        fully_shard(layer, mesh=mesh_of(), placements=placements)
     model.set_gather_bucket_cap(0)
     model.set_reduce_bucket_cap(0)
     optimizer = torch.optim.Adam(model.parameters())
@@ -206,18 +200,14 @@ def test_bytes_that_travel_and_are_held_equal_the_formulas(name: str) -> None:
     reductions = 1 if placements.gradients == () else micro_batches
     later = micro_batches if placements.gradients is None else 1
     layers = 2
-    assert _sent(log, EventKind.ALL_GATHER, second=False) == (
-        layers * gathers * first * _slice(numel, first)
-    )
-    assert _sent(log, EventKind.REDUCE_SCATTER, second=False) == (
-        layers * reductions * first * _slice(numel, first, 1)
-    )
-    assert _sent(log, EventKind.ALL_GATHER, second=True) == (
-        layers * two_levels * 2 * _slice(numel // first, 2)
-    )
-    assert _sent(log, EventKind.REDUCE_SCATTER, second=True) == (
-        layers * two_levels * later * 2 * _slice(numel // first, 2, 1)
-    )
+    for kind, marks, level_1, level_2 in (
+        (EventKind.ALL_GATHER, 0, gathers, 1),
+        (EventKind.REDUCE_SCATTER, 1, reductions, later),
+    ):
+        wanted = layers * level_1 * first * _slice(numel, first, marks)
+        assert _sent(log, kind, second=False) == wanted
+        wanted = layers * two_levels * level_2 * 2 * _slice(numel // first, 2, marks)
+        assert _sent(log, kind, second=True) == wanted
     local = [each.to_local() for each in model.parameters()]
     assert sum(each.nbytes for each in local) == layers * numel * ITEM // optimizer_ranks
     states = [state["exp_avg"].to_local() for state in optimizer.state.values()]
@@ -243,10 +233,6 @@ def _full_bytes(layer: nn.Module) -> int:
 # -- what a user's program does around a step -----------------------------------------------------
 
 
-def _gathers(log: EventLog) -> int:
-    return len(log.of(EventKind.UNSHARD))
-
-
 @pytest.mark.parametrize("name", ["ZeRO-2", "inner"])
 @distributed(4)
 def test_a_copy_is_used_again_within_a_step_only(name: str) -> None:
@@ -258,7 +244,7 @@ def test_a_copy_is_used_again_within_a_step_only(name: str) -> None:
 
     def gathers() -> tuple[int, bool]:
         levels = [each.name.endswith("(second level)") for each in log.of(EventKind.ALL_GATHER)]
-        found = _gathers(log), any(levels)
+        found = len(log.of(EventKind.UNSHARD)), any(levels)
         log.clear()
         return found
 
@@ -443,13 +429,16 @@ def test_state_dicts_move_between_placements_and_into_plain_torch(move: tuple[st
     accumulate(first, 0, 1)
     first.step()
     model, states = get_state_dict(first.model, first._optimizers[0])
-    whole = _mapped(full, model), _mapped(full, states)
-    placed = [
-        _mapped_pairs(_placed_like, wanted, given)
-        for wanted, given in zip(
-            get_state_dict(second.model, second._optimizers[0]), whole, strict=True
-        )
-    ]
+    whole = tree_map_only(torch.Tensor, full, (model, states))
+    placed = tree_map(
+        lambda like, tensor: (
+            distribute_tensor(tensor, like.device_mesh, like.placements)
+            if isinstance(like, DTensor)
+            else tensor
+        ),
+        get_state_dict(second.model, second._optimizers[0]),
+        whole,
+    )
     set_state_dict(
         second.model, second._optimizers[0], model_state_dict=placed[0], optim_state_dict=placed[1]
     )
@@ -461,30 +450,6 @@ def test_state_dicts_move_between_placements_and_into_plain_torch(move: tuple[st
         pair.step()
     got, want = parameters_of(second.model), parameters_of(first.model)
     assert_equal(got, want, rounding(4, steps=3), "parameters after the move")
-
-
-def _mapped(change: Any, tree: Any) -> Any:
-    """``change`` of each tensor in nested dicts and lists."""
-    if isinstance(tree, dict):
-        return {key: _mapped(change, value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_mapped(change, value) for value in tree]
-    return change(tree) if isinstance(tree, torch.Tensor) else tree
-
-
-def _mapped_pairs(change: Any, like: Any, tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {
-            key: _mapped_pairs(change, like.get(key) if isinstance(like, dict) else None, value)
-            for key, value in tree.items()
-        }
-    return change(like, tree) if isinstance(tree, torch.Tensor) else tree
-
-
-def _placed_like(like: Any, tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(like, DTensor):
-        return tensor
-    return distribute_tensor(tensor, like.device_mesh, like.placements)
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -547,23 +512,14 @@ def test_ranks_with_different_placements_are_told_which() -> None:
         model(torch.ones(1, 4))
 
 
-class _Alternating(nn.Module):
-    """Runs its middle layer if asked to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = (nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, whole: bool) -> torch.Tensor:
-        x = self.first(x)
-        return self.last(self.middle(x) if whole else x)
-
-
 @pytest.mark.parametrize("name", ["ZeRO-1", "inner", "full, inner", "HSDP by hand"])
 @distributed(4)
 def test_a_layer_that_only_an_earlier_micro_batch_used_gets_its_gradient(name: str) -> None:
     torch.manual_seed(0)
-    whole = _Alternating().double()
+    whole = Assembled(
+        lambda m, x, uses_middle: m.last(m.middle(m.first(x)) if uses_middle else m.first(x)),
+        **{name: nn.Linear(6, 6) for name in ("first", "middle", "last")},
+    ).double()
     model: Any = copy.deepcopy(whole)
     by_hand = name == "HSDP by hand"
     for each in (model.first, model.middle, model.last, model):

@@ -15,10 +15,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fullshard.sharding import (
-    DataParallelMeshDims,
-    fully_shard,
-)
+from fullshard.sharding import DataParallelMeshDims, fully_shard
 from support.checkpoints import assert_full_states_travel
 from support.modules import in_turn
 from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
@@ -42,9 +39,6 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
         {**FLAT, "replicate": "rep"},
     ),
 }
-
-
-MATRIX = pytest.mark.matrix
 
 
 def _build(hidden: int) -> Any:
@@ -120,14 +114,8 @@ def _sharded(case: str, hidden: int, torchs: bool = False) -> tuple[Any, DeviceM
 
 
 # What runs in `tests`; the others in the matrix.
-FEW = pytest.mark.parametrize(
-    "case",
-    [
-        case if case in ("tp first", "hybrid") else pytest.param(case, marks=MATRIX)
-        for case in CASES
-    ],
-)
-EVEN_OR_NOT = pytest.mark.parametrize("hidden", [5, pytest.param(8, marks=MATRIX)])
+FEW = pytest.mark.parametrize("case", few(CASES, "tp first", "hybrid"))
+EVEN_OR_NOT = pytest.mark.parametrize("hidden", few([5, 8], 5))
 
 
 @EVEN_OR_NOT

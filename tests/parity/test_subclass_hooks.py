@@ -104,11 +104,8 @@ def test_training_equals_torchs_own_bit_for_bit(kind: str, reshard: bool) -> Non
     with patched():
         for engine in (fully_shard, torch_fsdp.fully_shard):
             net = _shard(_net(wrap), engine, reshard_after_forward=reshard)
-            losses = _train(net)
-            results.append((losses, [each for p in net.parameters() for each in _plain(p)]))
-    (losses, shards), (their_losses, their_shards) = results
-    assert all(torch.equal(a, b) for a, b in zip(losses, their_losses, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(shards, their_shards, strict=True))
+            results.append([*_train(net), *(each for p in net.parameters() for each in _plain(p))])
+    assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
 
 
 class _Releases(BFloat16Travel):
@@ -142,7 +139,7 @@ def test_what_was_gathered_is_freed_before_the_module_runs_if_the_hook_says_so()
             prepend=False,
         )
         results.append(_train(net))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(map(torch.equal, *results))
     assert seen[fully_shard] == [0, 0, 0]
     if torch.__version__ >= "2.15":
         assert seen[torch_fsdp.fully_shard] == [0, 0, 0]
@@ -155,7 +152,7 @@ def test_it_stays_where_it_is_cut_for_the_post_forward_mesh() -> None:
     for wrap in (_Releases, BFloat16Travel):
         net = _shard(_net(wrap), reshard_after_forward=2)
         losses.append(_train(net))
-    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+    assert all(map(torch.equal, *losses))
 
 
 @pytest.mark.parametrize("param_dtype", few([None, torch.bfloat16], torch.bfloat16))
@@ -169,9 +166,8 @@ def test_mixed_precision_equals_torchs_own(param_dtype: torch.dtype | None) -> N
         ):
             mixed = policy(param_dtype=param_dtype, reduce_dtype=torch.float32)
             net = _shard(_net(two_tensors), engine, mp_policy=mixed)
-            results.append((_train(net), [t for p in net.parameters() for t in _plain(p)]))
-    for ours, theirs in zip(results[0], results[1], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            results.append([*_train(net), *(each for p in net.parameters() for each in _plain(p))])
+    assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
 
 
 @pytest.mark.cross
@@ -293,7 +289,7 @@ def test_a_graph_that_saved_the_unsharded_weight_sees_what_backward_gathers() ->
         first, second = net(_rows(0)).sum(), net(_rows(1)).sum()
         (first + second).backward()
         results.append([param.grad.to_local().clone() for param in net.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("kind", few(["bfloat16", "int8 and a scale", "two tensors"], "bfloat16"))
@@ -311,7 +307,7 @@ def test_a_smaller_world_for_the_backward_gather_changes_nothing(kind: str) -> N
             loss.backward()
             net.zero_grad()
             results.append(_train(net))
-    assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))
+    assert all(map(torch.equal, *results))
 
 
 class _Asked(BFloat16Travel):
@@ -370,7 +366,7 @@ def test_tensor_parallel_parameters_may_have_hooks() -> None:
         loss.backward()
         grads = [param.grad.full_tensor() for param in net.parameters()]
         losses.append([loss.detach(), *grads])
-    assert all(torch.equal(a, b) for a, b in zip(losses[0], losses[1], strict=True))
+    assert all(map(torch.equal, *losses))
 
 
 @distributed(2)
@@ -393,7 +389,7 @@ def test_a_parameter_with_hooks_may_be_cut_along_any_dim_that_is_even() -> None:
         net = _shard(_net(wrap), engine, shard_placement_fn=lambda param: Shard(param.ndim - 1))
         results.append(_train(net))
     for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        assert all(map(torch.equal, results[0], other))
 
 
 @distributed(2)

@@ -20,14 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import (
-    ShardedState,
-    full_state_dict,
-    fully_shard,
-    load_full_state_dict,
-)
+from fullshard.sharding import ShardedState, fully_shard
 from fullshard.sharding.hooks.lookup import the_state
-from support.checkpoints import load, save, whole_values
+from support.checkpoints import assert_full_states_travel, load, save, whole_values
 from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
 from support.products import few
 from support.ranks import cpu_mesh, distributed, run_on_ranks
@@ -37,14 +32,13 @@ from support.tp_model import Net, batch, build, parallelize, rows_of, shard, tra
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
 SHAPES = [(2, 2), (1, 4), (4, 1)]
-UNEVEN = [5, 7, 8]
 # What is a sum over the tensor parallel axis (the gradient of a norm under sequence parallelism) is
 # added up in the reduce dtype; by torch before 2.15 in the dtype of the computation.
 SINCE_TORCH_ADDS_UP_IN_THE_REDUCE_DTYPE = pytest.mark.skipif(
     torch.__version__ < "2.15", reason="this torch adds up over the tensor parallel axis in bf16"
 )
 # One of them in each run, all in the matrix.
-UNEVEN_FIRST = [UNEVEN[0], *(pytest.param(each, marks=pytest.mark.matrix) for each in UNEVEN[1:])]
+UNEVEN_FIRST = few([5, 7, 8], 5)
 
 
 def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
@@ -83,25 +77,16 @@ def _whole(steps: int) -> list[torch.Tensor]:
 def test_training_equals_the_unsharded_model(shape: tuple[int, ...], hidden: int) -> None:
     mesh = _mesh(shape)
     model, plain = _sharded(mesh, hidden=hidden), build(hidden)
-    train(model, _rows(mesh, 3))
-    train(plain, _whole(3))
-    assert_equal(parameters_of(model), parameters_of(plain), rounding(4, steps=3), "parameters")
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)])
-@distributed(4)
-def test_gradients_are_placed_as_their_parameters_and_equal_the_unsharded(
-    shape: tuple[int, ...],
-) -> None:
-    mesh = _mesh(shape)
-    model, plain = _sharded(mesh), build()
     model(_rows(mesh, 1)[0]).square().mean().backward()
     plain(batch(0)).square().mean().backward()
+    assert_equal(gradients_of(model), gradients_of(plain), rounding(4), "gradients")
     for param in model.parameters():
         assert isinstance(param, DTensor) and isinstance(param.grad, DTensor)
         assert param.grad.placements == param.placements
         assert param.grad.device_mesh == param.device_mesh
-    assert_equal(gradients_of(model), gradients_of(plain), rounding(4), "gradients")
+    train(model, _rows(mesh, 3))  # the first step has these gradients twice
+    train(plain, _whole(3))
+    assert_equal(parameters_of(model), parameters_of(plain), rounding(4, steps=4), "parameters")
 
 
 @pytest.mark.cross
@@ -245,41 +230,14 @@ def test_the_axes_of_the_mesh_may_come_in_either_order(order: tuple[str, str]) -
 @pytest.mark.parametrize("hidden", UNEVEN_FIRST)
 @pytest.mark.parametrize("shape", few([*SHAPES, (1, 2, 2)], (2, 2), (1, 2, 2)))
 @distributed(4)
-def test_a_full_state_dict_holds_the_whole_values(shape: tuple[int, ...], hidden: int) -> None:
-    mesh = _mesh(shape)
-    model, expected = _sharded(mesh, hidden=hidden), build(hidden).state_dict()
-    options = StateDictOptions(full_state_dict=True)
-    states: list[Any] = [
-        full_state_dict(model, rank0_only=False),
-        get_model_state_dict(model, options=options),
-        {name: value.full_tensor() for name, value in model.state_dict().items()},
-    ]
-    for state in states:
-        assert list(state) == list(expected)
-        for name, value in expected.items():
-            assert torch.equal(state[name], value), name
-
-
-@pytest.mark.parametrize("hidden", UNEVEN_FIRST)
-@pytest.mark.parametrize("from_rank0", [False, True])
-@distributed(4)
-def test_a_full_state_dict_loads(from_rank0: bool, hidden: int) -> None:
-    mesh = _mesh((2, 2))
-    model, other = _sharded(mesh, hidden=hidden), build(hidden)
-    with torch.no_grad():
-        for param in other.parameters():
-            param.add_(torch.arange(param.numel()).view_as(param))
-    mine = other.state_dict() if dist.get_rank() == 0 or not from_rank0 else {}
-    load_full_state_dict(model, mine, broadcast_from_rank0=from_rank0)
-    with torch.no_grad():
-        assert_equal(
-            {"": model(_rows(mesh, 1)[0])},
-            {"": other(_rows(mesh, 1)[0])},
-            rounding(4),
-            "outputs",
-        )
-    for name, value in full_state_dict(model, rank0_only=False).items():
-        assert torch.equal(value, other.state_dict()[name]), name
+def test_full_state_dicts_are_made_and_loaded_also_by_torch(
+    shape: tuple[int, ...], hidden: int
+) -> None:
+    model, expected = _sharded(_mesh(shape), hidden=hidden), build(hidden).state_dict()
+    assert_full_states_travel(model, expected)
+    theirs = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert_equal_state(theirs, expected)
+    assert_equal_state(model.state_dict(), expected)
 
 
 def _trained(shape: tuple[int, int], hidden: int) -> tuple[Net, torch.optim.Optimizer]:
@@ -311,13 +269,11 @@ def _load(folder: Path, shape: tuple[int, int], hidden: int) -> dict[str, torch.
 @pytest.mark.parametrize("hidden", UNEVEN_FIRST)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [
+    few(
+        [((2, 2), (1, 2)), ((2, 2), (4, 1)), ((2, 2), (2, 2)), ((4, 1), (2, 2)), ((1, 4), (2, 2))],
         ((2, 2), (1, 2)),
-        pytest.param((2, 2), (4, 1), marks=pytest.mark.matrix),
-        pytest.param((2, 2), (2, 2), marks=pytest.mark.matrix),
-        pytest.param((4, 1), (2, 2), marks=pytest.mark.matrix),
-        pytest.param((1, 4), (2, 2), marks=pytest.mark.matrix),
-    ],
+        together=True,
+    ),
 )
 def test_a_checkpoint_loads_on_another_mesh(
     tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int], hidden: int

@@ -7,16 +7,17 @@ mean over tokens. Ranks hold different numbers of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.sharding import FSDPModule, fully_shard
 from support.parity.compare import assert_equal, gradients_of, rounding
-from support.ranks import distributed
+from support.ranks import cpu_mesh, distributed
 
 TOKENS = (3, 8, 1, 5)  # of each rank, in each micro-batch twice as many as in the one before
 MICRO_BATCHES = 2
@@ -89,32 +90,25 @@ def run(model: nn.Sequential, before: Callable[[FSDPModule, bool], None]) -> Non
         sum_of_losses(model, tokens_of(dist.get_rank(), micro)).backward()
 
 
+def _assert_mean(before: Callable[[FSDPModule, bool], None], mesh: DeviceMesh | None) -> None:
+    model, world_size = shard(mesh), dist.get_world_size()
+    divide_by(model, global_count())
+    run(model, before)
+    want = gradients_of(reference(world_size))
+    assert_equal(gradients_of(model), want, rounding(world_size), "gradients")
+
+
 @pytest.mark.cross
 @pytest.mark.parametrize("before", [_nothing, _without_communication, _not_waiting])
 @distributed(2, 4, matrix=[4])
-def test_the_mean_over_all_tokens_of_all_ranks_and_micro_batches(
-    before: Callable[[FSDPModule, bool], None], world_size: int
-) -> None:
-    model = shard()
-    divide_by(model, global_count())
-    run(model, before)
-    assert_equal(
-        gradients_of(model), gradients_of(reference(world_size)), rounding(world_size), "gradients"
-    )
+def test_the_mean_over_all_tokens_of_all_ranks_and_micro_batches(before: Any) -> None:
+    _assert_mean(before, None)
 
 
 @pytest.mark.parametrize("before", [_nothing, _without_communication, _without_all_reduce])
 @distributed(4)
-def test_the_same_mean_on_a_hybrid_mesh(
-    before: Callable[[FSDPModule, bool], None], world_size: int
-) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = shard(mesh)
-    divide_by(model, global_count())
-    run(model, before)
-    assert_equal(
-        gradients_of(model), gradients_of(reference(world_size)), rounding(world_size), "gradients"
-    )
+def test_the_same_mean_on_a_hybrid_mesh(before: Any) -> None:
+    _assert_mean(before, cpu_mesh((2, 2), ("replicate", "shard")))
 
 
 @distributed(2)

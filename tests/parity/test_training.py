@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
 
 import pytest
 import torch
@@ -14,16 +13,19 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard
-from support.parity.compare import (
-    EXACT,
-    assert_equal,
-    gradients_of,
-    parameters_of,
-    rounding,
-)
+from support.parity.compare import EXACT, assert_equal, gradients_of, parameters_of, rounding
 from support.parity.engines import shard
-from support.parity.models import CASES, PartlyUsed, UnevenMLP, build
-from support.parity.reference import ByHand, adamw, compare, my_rows, rows_of, train, whole_batch
+from support.parity.models import CASES, Case, PartlyUsed, build
+from support.parity.reference import (
+    ByHand,
+    Pair,
+    adamw,
+    compare,
+    my_rows,
+    rows_of,
+    train,
+    whole_batch,
+)
 from support.products import few
 from support.ranks import cpu_mesh, distributed
 
@@ -98,15 +100,6 @@ def test_batch_norm_trains_on_its_rank_and_its_buffers_stay_there(world_size: in
 
 
 @distributed(2, 4, matrix=[4])
-def test_batch_norm_in_evaluation_equals_the_whole_batch(world_size: int) -> None:
-    case = CASES["batch-norm"]
-    model, whole = shard(case, dtype=torch.float64).eval(), build(case, torch.float64).eval()
-    got = train(model, case, my_rows(), steps=3, dtype=torch.float64)
-    want = train(whole, case, whole_batch, steps=3, dtype=torch.float64)
-    compare(got, want, rounding(world_size))
-
-
-@distributed(2, 4, matrix=[4])
 def test_many_dtypes_in_one_group_each_reduce_in_their_own(world_size: int) -> None:
     case = CASES["many-dtypes"]
     model = shard(case, dtype=None)
@@ -164,24 +157,6 @@ def test_a_parameter_that_one_rank_uses_gets_its_gradient_on_every_rank(
         reference.masters.zero_grad()
 
 
-@distributed(2, 4, matrix=[4])
-def test_a_rank_whose_batch_reaches_no_parameter_of_a_group_still_takes_part(
-    world_size: int,
-) -> None:
-    """Every parameter of the group lacks a gradient on rank 0, whose loss does not depend on it."""
-    case = CASES["uneven"]
-    model, whole = shard(case, dtype=torch.float64), build(case, torch.float64)
-    assert isinstance(model, UnevenMLP)
-    inputs, targets = rows_of(case.batch(0, torch.float64), my_rows())
-    weights = torch.ones(8, 1, dtype=torch.float64)
-    weights[my_rows(0, world_size)] = 0
-    loss = case.loss(model(inputs), targets)
-    (loss * 0 if dist.get_rank() == 0 else loss).backward()
-    x, y = case.batch(0, torch.float64)
-    (weights * (whole(x) - y) ** 2).mean().backward()
-    assert_equal(gradients_of(model), gradients_of(whole), rounding(world_size), "gradients")
-
-
 def _columns(columns: int) -> nn.Sequential:
     """A convolution whose kernel has so many columns."""
     return nn.Sequential(
@@ -206,33 +181,26 @@ PLACED: dict[str, tuple[Callable[[], nn.Sequential], int]] = {
 @pytest.mark.cross
 @pytest.mark.parametrize("name", PLACED)
 @distributed(2, 4)
-def test_parameters_cut_along_any_dim_and_of_any_strides_equal_the_whole_batch(
-    name: str, world_size: int
-) -> None:
+def test_parameters_cut_along_any_dim_and_of_any_strides_equal_the_whole_batch(name: str) -> None:
     make, dim = PLACED[name]
-    models = []
-    for _ in range(2):
-        torch.manual_seed(4)
-        models.append(make().double())
-    model, whole = models
-    assert cast(torch.Tensor, model[0].weight).is_contiguous() == ("transposed" not in name)
+    x = torch.randn(8, 2, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    case = Case(
+        make=make,
+        units=("0",),
+        batch=lambda index, dtype: (x, x),
+        loss=lambda output, _: output.square().mean(),
+    )
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         return Shard(dim % parameter.ndim) if parameter.ndim > 1 else None
 
-    for module in (model[0], model):
-        fully_shard(module, mesh=cpu_mesh(), shard_placement_fn=placement)
-    weight = model[0].weight
+    pair = Pair(case, shard(case, dtype=torch.float64, shard_placement_fn=placement))
+    assert pair.whole.get_parameter("0.weight").is_contiguous() == ("transposed" not in name)
+    weight = pair.model.get_parameter("0.weight")
     assert isinstance(weight, DTensor)
     assert weight.placements == (Shard(dim % weight.ndim),)
-    x = torch.randn(8, 2, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    optimizers = adamw(model), adamw(whole)
     for step in range(3):
-        model(x[my_rows()]).square().mean().backward()
-        whole(x).square().mean().backward()
-        allowed = rounding(world_size, steps=step + 1)
-        assert_equal(gradients_of(model), gradients_of(whole), allowed, f"gradients {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_equal(parameters_of(model), parameters_of(whole), allowed, "parameters")
+        pair.backward(step)
+        pair.check(step + 1)
+        pair.step()
+    pair.check(3)

@@ -53,16 +53,10 @@ def _function(inner: bool | None, outer: bool | None) -> Callable[[Any, _Shard],
     return way
 
 
-def _composable_inside(model: Any, shard: _Shard) -> None:
+def _composable(model: Any, shard: _Shard, *, inside: bool) -> None:
     for block in model.blocks:
-        composable_checkpoint(block)
-        shard(block)
-
-
-def _composable_outside(model: Any, shard: _Shard) -> None:
-    for block in model.blocks:
-        shard(block)
-        composable_checkpoint(block)
+        for apply in (composable_checkpoint, shard) if inside else (shard, composable_checkpoint):
+            apply(block)
 
 
 def _composable_in_nested_units(model: Any, shard: _Shard) -> None:
@@ -104,8 +98,8 @@ WAYS: dict[str, Callable[[Any, _Shard], None]] = {
     "nested-reentrant": _function(True, True),
     "reentrant-inside-the-other": _function(True, False),
     "the-other-inside-reentrant": _function(False, True),
-    "composable-inside": _composable_inside,
-    "composable-outside": _composable_outside,
+    "composable-inside": functools.partial(_composable, inside=True),
+    "composable-outside": functools.partial(_composable, inside=False),
     "composable-nested-units": _composable_in_nested_units,
     "wrapper-inside": _wrapper_inside,
     "wrapper-outside": _wrapper_outside,

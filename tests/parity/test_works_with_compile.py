@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fullshard.sharding import fully_shard
 from support.modules import Residual, in_turn
-from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
+from support.parity.compare import EXACT, assert_equal, gradients_of, parameters_of, rounding
 from support.parity.engines import OURS, TORCH, Engine
 from support.parity.reference import my_rows
 from support.products import few
@@ -39,65 +40,44 @@ def _build() -> Any:
     return in_turn(blocks=blocks, head=nn.Linear(6, 3)).double()
 
 
-_Shard = Callable[[nn.Module], object]
+@dataclass(frozen=True)
+class Way:
+    """How a model is compiled: each block or the whole, before it is sharded or after, in place."""
+
+    each: bool = True
+    before: bool = False
+    in_place: bool = True
+
+    def compile(self, module: Any, backend: Any) -> Any:
+        """Return ``module`` compiled, which wraps it if it is not done in place."""
+        if not self.in_place:
+            return torch.compile(module, backend=backend)
+        module.compile(backend=backend)
+        return module
+
+    def apply(self, model: Any, shard: Callable[[nn.Module], object], backend: Any) -> Any:
+        """Compile and shard ``model``; return what to call."""
+        for index, block in enumerate(model.blocks if self.each else ()):
+            if not self.before:
+                shard(block)
+            model.blocks[index] = compiled = self.compile(block, backend)
+            if self.before:
+                shard(compiled)
+        if self.each:
+            shard(model)
+            return model
+        for part in (*model.blocks, model):
+            shard(part)
+        return self.compile(model, backend)
 
 
-def _each_before_in_place(model: Any, shard: _Shard, backend: Any) -> nn.Module:
-    for block in model.blocks:
-        block.compile(backend=backend)
-        shard(block)
-    shard(model)
-    return model
-
-
-def _each_before_wrapped(model: Any, shard: _Shard, backend: Any) -> nn.Module:
-    for index, block in enumerate(model.blocks):
-        wrapped: Any = torch.compile(block, backend=backend)
-        model.blocks[index] = wrapped
-        shard(wrapped)
-    shard(model)
-    return model
-
-
-def _each_after_in_place(model: Any, shard: _Shard, backend: Any) -> nn.Module:
-    for block in model.blocks:
-        shard(block)
-        block.compile(backend=backend)
-    shard(model)
-    return model
-
-
-def _each_after_wrapped(model: Any, shard: _Shard, backend: Any) -> nn.Module:
-    for index, block in enumerate(model.blocks):
-        shard(block)
-        wrapped: Any = torch.compile(block, backend=backend)
-        model.blocks[index] = wrapped
-    shard(model)
-    return model
-
-
-def _whole_in_place(model: Any, shard: _Shard, backend: Any) -> nn.Module:
-    for part in (*model.blocks, model):
-        shard(part)
-    model.compile(backend=backend)
-    return model
-
-
-def _whole_wrapped(model: Any, shard: _Shard, backend: Any) -> nn.Module:
-    for part in (*model.blocks, model):
-        shard(part)
-    compiled: Any = torch.compile(model, backend=backend)
-    assert isinstance(compiled, nn.Module)
-    return compiled
-
-
-WAYS: dict[str, Callable[[Any, _Shard, Any], nn.Module]] = {
-    "each-before-in-place": _each_before_in_place,
-    "each-before-wrapped": _each_before_wrapped,
-    "each-after-in-place": _each_after_in_place,
-    "each-after-wrapped": _each_after_wrapped,
-    "whole-in-place": _whole_in_place,
-    "whole-wrapped": _whole_wrapped,
+WAYS = {
+    "each-before-in-place": Way(before=True),
+    "each-before-wrapped": Way(before=True, in_place=False),
+    "each-after-in-place": Way(),
+    "each-after-wrapped": Way(in_place=False),
+    "whole-in-place": Way(each=False),
+    "whole-wrapped": Way(each=False, in_place=False),
 }
 
 
@@ -107,17 +87,21 @@ def _train(
     torch.compiler.reset()
     model, counter = _build(), CompileCounterWithBackend(backend)
     shard = functools.partial(engine.fully_shard, mesh=cpu_mesh(), **options)
-    running = WAYS[way](model, shard, counter)
+    return model, _steps(model, WAYS[way].apply(model, shard, counter), my_rows()), counter
+
+
+def _steps(model: Any, running: Any, rows: slice) -> list[torch.Tensor]:
+    """The losses of three backwards, the last of which leaves its gradients."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(3):
-        loss = running(_batch(step)[my_rows()]).square().mean()
+        loss = running(_batch(step)[rows]).square().mean()
         loss.backward()
         losses.append(loss.detach())
-        if step < 2:  # the last gradients are compared
+        if step < 2:
             optimizer.step()
             optimizer.zero_grad()
-    return model, losses, counter
+    return losses
 
 
 def _batch(step: int) -> torch.Tensor:
@@ -126,13 +110,8 @@ def _batch(step: int) -> torch.Tensor:
 
 
 def _unsharded() -> nn.Module:
-    model = _build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(3):
-        model(_batch(step)).square().mean().backward()
-        if step < 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    model: nn.Module = _build()
+    _steps(model, model, slice(None))
     return model
 
 
@@ -177,14 +156,10 @@ def test_mixed_precision_inside_a_compiled_block_equals_torchs() -> None:
         torch.compiler.reset()
         model = _build().float()
         shard = functools.partial(engine.fully_shard, mesh=cpu_mesh(), mp_policy=policy)
-        running = _each_after_in_place(model, shard, "aot_eager")
+        running = Way().apply(model, shard, "aot_eager")
         running(_batch(0)[my_rows()].float()).float().square().mean().backward()
         gradients.append(gradients_of(model))
-    for name, gradient in gradients[0].items():
-        other = gradients[1][name]
-        assert gradient is not None
-        assert other is not None
-        assert torch.equal(gradient, other), name
+    assert_equal(gradients[0], gradients[1], EXACT, "gradients")
 
 
 @distributed(2)

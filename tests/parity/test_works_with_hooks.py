@@ -129,18 +129,13 @@ def test_full_backward_hooks_of_modules_see_what_they_see_under_torchs_own() -> 
     for engine in (OURS, TORCH):
         seen: list[tuple[str, list[float]]] = []
         model = shard(CASE, engine, dtype=DTYPE)
-        for name, module in model.named_modules():
+        names = {module: name for name, module in model.named_modules()}
 
-            def hook(
-                found: nn.Module,
-                grad_input: Any,
-                grad_output: Any,
-                name: str = name,
-                seen: list[tuple[str, list[float]]] = seen,
-            ) -> None:
-                given = [*grad_input, *grad_output]
-                seen.append((name, [g.sum().item() for g in given if g is not None]))
+        def hook(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+            given = [*grad_input, *grad_output]
+            seen.append((names[module], [g.sum().item() for g in given if g is not None]))  # noqa: B023
 
+        for module in names:
             module.register_full_backward_hook(hook)
         inputs, targets = rows_of(CASE.batch(0, DTYPE), my_rows())
         CASE.loss(model(inputs.requires_grad_()), targets).backward()

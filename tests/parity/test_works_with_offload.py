@@ -7,6 +7,7 @@ Without an accelerator everything is on the CPU, so these show that nothing else
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +15,11 @@ import pytest
 import torch
 from torch.distributed import fsdp as torch_fsdp
 
-from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.policies import CPUOffloadPolicy
 from fullshard.sharding import NoOffload, fully_shard
+from support.apart import private_memory
 from support.parity.compare import EXACT, assert_equal, rounding
-from support.parity.engines import TORCH, shard, tell
+from support.parity.engines import TORCH, shard
 from support.parity.models import CASES, build
 from support.parity.reference import Pair, compare, my_rows, rows_of, train, whole_batch
 from support.products import few
@@ -43,9 +45,13 @@ def test_every_combination_trains_as_the_unsharded_model(
 
 
 @pytest.mark.device(paces=True)
+@pytest.mark.cross
+@pytest.mark.parametrize("memory", [nullcontext, private_memory])
 @pytest.mark.parametrize("reshard", few([True, False, None], True, False))
 @distributed(2)
-def test_torchs_policy_gives_what_it_gives_under_torchs_own(reshard: bool | None) -> None:
+def test_torchs_policy_gives_what_it_gives_under_torchs_own(
+    reshard: bool | None, memory: Any
+) -> None:
     case = CASES["transformer"]
     ours = shard(case, offload_policy=CPUOffloadPolicy(), reshard_after_forward=reshard)
     theirs = shard(
@@ -54,7 +60,8 @@ def test_torchs_policy_gives_what_it_gives_under_torchs_own(reshard: bool | None
         offload_policy=torch_fsdp.CPUOffloadPolicy(pin_memory=False),  # pins without a device
         reshard_after_forward=reshard,
     )
-    runs = [train(model, case, my_rows(), steps=3) for model in (ours, theirs)]
+    with memory():
+        runs = [train(model, case, my_rows(), steps=3) for model in (ours, theirs)]
     compare(runs[0], runs[1], EXACT, average=False, grow=False)
 
 
@@ -110,14 +117,17 @@ def _pair(policy: Any, **options: Any) -> Pair:
 
 
 @distributed(2)
-def test_gradients_of_a_whole_backward_travel_together_and_the_host_waits_once() -> None:
+def test_each_gather_has_a_copy_of_its_own_and_gradients_of_a_backward_travel_together() -> None:
     policy = Recorded()
-    pair = _pair(policy)
-    for step in range(3):  # the second and third add to a gradient that is there
+    pair = _pair(policy, reshard_after_forward=True)
+    params = len(list(pair.whole.parameters()))
+    for step in range(4):  # every second one adds to a gradient that is there
         policy.done.clear()
         pair.backward(step)
-        staged_out = [each for each in policy.done if each != "in"]
-        assert staged_out == ["out"] * len(list(pair.whole.parameters())) + ["arrived"]
+        assert policy.done.count("in") == 2 * params  # in forward and in backward
+        assert [each for each in policy.done if each != "in"] == ["out"] * params + ["arrived"]
+        if step % 2:
+            pair.step()
     pair.check()
 
 
@@ -135,19 +145,6 @@ def test_a_hook_on_a_sharded_gradient_sees_one_that_has_arrived() -> None:
     inputs, targets = rows_of(CASES[NAME].batch(0, torch.float64), my_rows())
     CASES[NAME].loss(model(inputs), targets).backward()
     assert seen == [True] * len(list(model.parameters()))
-
-
-@distributed(2)
-def test_each_gather_has_a_copy_of_its_own_of_the_shards_as_they_are_then() -> None:
-    policy = Recorded()
-    pair = _pair(policy, reshard_after_forward=True)
-    for step in range(3):
-        policy.done.clear()
-        pair.backward(step, step + 1)
-        # each of two micro-batches gathers in forward and in backward
-        assert policy.done.count("in") == 4 * len(list(pair.whole.parameters()))
-        pair.step()
-    pair.check()
 
 
 @distributed(2)
@@ -177,15 +174,6 @@ def test_shards_that_were_replaced_are_stored_anew() -> None:
         {"output": model(inputs)}, {"output": build(CASES[NAME], torch.float64)(inputs)}, EXACT, ""
     )
     assert policy.done
-
-
-@distributed(2)
-def test_offload_and_accumulation_without_communication() -> None:
-    pair = _pair(CPUOffloadPolicy(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
-    for micro in range(3):
-        tell(pair.model, "set_requires_gradient_sync", micro == 2)
-        pair.backward(micro)
-    pair.check()
 
 
 class Wrapped:

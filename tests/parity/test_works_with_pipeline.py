@@ -57,6 +57,15 @@ def _assert_returned(pipeline: Pipeline) -> None:
         assert_all_returned(part)
 
 
+def _assert_right(pipeline: Pipeline, steps: int = 2) -> None:
+    """Each step has the gradients of the unsharded stages, and leaves nothing gathered."""
+    for seed in range(steps):
+        pipeline.zero_grad()
+        pipeline.step(seed)
+        assert pipeline.wrong(seed) == []
+        _assert_returned(pipeline)
+
+
 # -- gradients ------------------------------------------------------------------------------------
 
 
@@ -67,12 +76,7 @@ def _assert_returned(pipeline: Pipeline) -> None:
 )
 @distributed(4, 2)
 def test_a_schedule_has_the_gradients_of_the_unsharded_stages(name: str, scale: bool) -> None:
-    pipeline = Pipeline(name, PipelineStage, scale=scale)
-    for seed in range(3):
-        pipeline.zero_grad()
-        pipeline.step(seed)
-        assert pipeline.wrong(seed) == []
-        _assert_returned(pipeline)
+    _assert_right(Pipeline(name, PipelineStage, scale=scale), steps=3)
 
 
 def _blocks_only(engine: Engine, part: nn.Sequential, mesh: DeviceMesh) -> None:
@@ -99,22 +103,13 @@ def _kept(engine: Engine, part: nn.Sequential, mesh: DeviceMesh) -> None:
 def test_so_it_has_however_its_modules_are_sharded(
     name: str, shard: Callable[[Engine, nn.Sequential, DeviceMesh], None]
 ) -> None:
-    pipeline = Pipeline(name, PipelineStage, shard=shard)
-    for seed in range(2):
-        pipeline.zero_grad()
-        pipeline.step(seed)
-        assert pipeline.wrong(seed) == []
-        _assert_returned(pipeline)
+    _assert_right(Pipeline(name, PipelineStage, shard=shard))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "zbv"])
 @distributed(2)
 def test_a_stage_without_a_sharded_module_is_torchs(name: str) -> None:
-    pipeline = Pipeline(name, PipelineStage, shard=lambda *_: None)
-    for seed in range(2):
-        pipeline.zero_grad()
-        pipeline.step(seed)
-        assert pipeline.wrong(seed) == []
+    _assert_right(Pipeline(name, PipelineStage, shard=lambda *_: None))
 
 
 # -- settings of the user -------------------------------------------------------------------------
@@ -279,11 +274,7 @@ def test_after_a_step_that_raised_the_next_one_is_right(name: str) -> None:
 @pytest.mark.parametrize("name", few(WHOLE, "1f1b", "interleaved 1f1b"))
 @distributed(4)
 def test_torchs_own_stage_gives_the_right_gradients_unless_backward_is_split(name: str) -> None:
-    pipeline = Pipeline(name, TORCHS_STAGE)
-    for seed in range(2):
-        pipeline.zero_grad()
-        pipeline.step(seed)
-        assert pipeline.wrong(seed) == []
+    _assert_right(Pipeline(name, TORCHS_STAGE))
 
 
 @pytest.mark.parametrize("shard", [shard_whole, _blocks_only])
@@ -327,9 +318,7 @@ def test_under_install_torchs_name_means_ours() -> None:
     finally:
         uninstall()
     assert pipelining.PipelineStage is pipelining.stage.PipelineStage is TORCHS_STAGE
-    pipeline = Pipeline("zbv", stage)
-    pipeline.step(0)
-    assert pipeline.wrong(0) == []
+    _assert_right(Pipeline("zbv", stage), steps=1)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
@@ -343,9 +332,7 @@ def test_a_reduction_may_be_started_and_waited_for_apart(name: str) -> None:
         stage.wait_for_gradient_reduction(factor)
 
     with mock.patch.object(PipelineStage, "perform_reduce_grad", both):
-        pipeline = Pipeline(name, PipelineStage)
-        pipeline.step(0)
-    assert pipeline.wrong(0) == []
+        _assert_right(Pipeline(name, PipelineStage), steps=1)
 
 
 def test_code_that_the_compiler_made_may_call_a_backward() -> None:
