@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from fullshard.optim import FileTier, OffloadedOptimizer, OverlappedStep, OverlappedStepError
 from fullshard.policies import CPUOffloadPolicy, FileOffloadPolicy, MixedPrecisionPolicy, shard_file
 from fullshard.sharding import FSDPModule, NoOffload, clip_grad_norm_, fully_shard, grad_norm
-from support.optim.offloaded import Program, adamw, assert_equal_runs, part, run_both
+from support.modules import Assembled
+from support.optim import offloaded
+from support.optim.offloaded import Program, adamw, are_in_file, assert_equal_runs, part, run_both
 from support.ranks import distributed
 from support.surface.model import Net, batch, build, sharded
 from support.surface.ranks import everyone
@@ -37,9 +39,7 @@ PROGRAMS = {
 
 
 def in_file(folder: Path, **options: Any) -> FileOffloadPolicy:
-    """A policy with all shards and gradients in the file, and one or two of them in memory."""
-    options = {"resident_mb": 0.01, "read_ahead_mb": 0.005, "min_bytes": 1, **options}
-    return FileOffloadPolicy(folder, gradients=True, **options)
+    return offloaded.in_file(folder, gradients=True, **options)
 
 
 def apart(net: Net, **arguments: Any) -> Any:
@@ -54,9 +54,7 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 def assert_in_file(model: nn.Module, policy: FileOffloadPolicy) -> None:
-    gradients = [each for each in gradients_of(model) if each.numel()]
-    assert gradients
-    assert all(policy._file.find(each) is not None for each in gradients)
+    assert are_in_file(gradients_of(model), policy)
 
 
 # -- the same steps -------------------------------------------------------------------------------
@@ -79,27 +77,8 @@ def test_steps_of_replicas_are_equal(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
     policy, program = in_file(tmp_path), Program(micro_batches=2, clip=0.1)
     mine, theirs = apart(build(), mesh=mesh, offload_policy=policy), apart(build(), mesh=mesh)
-    one, other = adamw(mine), adamw(theirs)
-    program.run(mine, one, range(3))
-    program.run(theirs, other, range(3))
-    assert_equal_runs(mine, one, theirs, other)
+    run_both(program, mine, theirs)
     assert_in_file(mine, policy)
-
-
-@pytest.mark.device(paces=True)
-@distributed(2)
-def test_steps_with_parameters_gradients_and_state_in_files_are_equal(tmp_path: Path) -> None:
-    policy = in_file(tmp_path)
-    on_host = CPUOffloadPolicy()  # norms of a device are rounded otherwise
-    mine, theirs = apart(build(), offload_policy=policy), apart(build(), offload_policy=on_host)
-    one = OffloadedOptimizer(adamw(mine), FileTier(tmp_path, bucket_mb=1e-4, min_bytes=1))
-    other = adamw(theirs)
-    Program(micro_batches=2, clip=0.1).run(mine, one, range(3))
-    Program(micro_batches=2, clip=0.1).run(theirs, other, range(3))
-    for name, param in mine.named_parameters():
-        assert torch.equal(part(param), part(dict(theirs.named_parameters())[name]))
-    assert_in_file(mine, policy)
-    assert policy.statistics.resident_bytes <= 0.01 * 2**20
 
 
 @distributed(2)
@@ -121,27 +100,17 @@ def test_steps_beside_backward_are_equal(tmp_path: Path) -> None:
     assert_equal_runs(mine, one, theirs, other)
 
 
-class Fork(nn.Module):
-    """A model of which a rank may use one part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
-        out: torch.Tensor = self.one(x) + (self.other(x) if both else 0)
-        return out
-
-
 @distributed(2)
 def test_gradients_that_only_some_ranks_have_are_equal(tmp_path: Path) -> None:
     policy, both = in_file(tmp_path), torch.distributed.get_rank() == 0
     found = []
     for offload in (policy, NoOffload()):
         torch.manual_seed(0)
-        model = fully_shard(Fork(), offload_policy=offload)
+        parts = {name: nn.Linear(8, 8) for name in ("one", "other")}
+        fork = Assembled(lambda m, x, both: m.one(x) + (m.other(x) if both else 0), **parts)
+        model = fully_shard(fork, offload_policy=offload)
         for used in (both, False):
-            model(torch.ones(2, 8), both=used).square().sum().backward()
+            model(torch.ones(2, 8), used).square().sum().backward()
         found.append(gradients_of(model))
         if offload is policy:
             assert_in_file(model, policy)

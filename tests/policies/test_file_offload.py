@@ -23,7 +23,15 @@ from fullshard.policies import CPUOffloadPolicy, FileOffloadPolicy, MixedPrecisi
 from fullshard.policies.file_space import FileSpace
 from fullshard.policies.shard_file import ShardFile
 from fullshard.sharding import FSDPModule, RankMismatchError
-from support.optim.offloaded import Program, adamw, assert_equal_runs, part, run_both
+from support.optim.offloaded import (
+    Program,
+    adamw,
+    are_in_file,
+    assert_equal_runs,
+    in_file,
+    part,
+    run_both,
+)
 from support.ranks import distributed
 from support.surface.model import batch, build, sharded, train
 from support.surface.ranks import everyone
@@ -39,15 +47,8 @@ PROGRAMS = {
 }
 
 
-def in_file(folder: Path, **options: Any) -> FileOffloadPolicy:
-    """A policy with all shards in the file, and one or two of the small ones in memory."""
-    options = {"resident_mb": 0.01, "read_ahead_mb": 0.005, "min_bytes": 1, **options}
-    return FileOffloadPolicy(folder, **options)
-
-
 def assert_in_file(model: nn.Module, policy: FileOffloadPolicy) -> None:
-    shards = [part(param) for param in model.parameters()]
-    assert all(policy._file.find(shard) is not None for shard in shards if shard.numel())
+    assert are_in_file(model.parameters(), policy)
 
 
 # -- the same steps -------------------------------------------------------------------------------
@@ -65,20 +66,23 @@ def test_steps_equal_those_without_offload_to_the_bit(name: str, tmp_path: Path)
 
 
 @pytest.mark.device(paces=True)
-@pytest.mark.parametrize("state", [True, False])
+@pytest.mark.parametrize(("state", "gradients"), [(True, False), (False, False), (True, True)])
 @distributed(2)
 def test_steps_with_the_optimizers_state_in_files_too_are_equal(
-    state: bool, tmp_path: Path
+    state: bool, gradients: bool, tmp_path: Path
 ) -> None:
-    policy = in_file(tmp_path, optimizer_state=state)
+    policy = in_file(tmp_path, optimizer_state=state, gradients=gradients)
     on_host = CPUOffloadPolicy(optimizer_state=state)  # norms of a device are rounded otherwise
-    mine, theirs = sharded(build(), offload_policy=policy), sharded(build(), offload_policy=on_host)
+    mine, theirs = (sharded(build(), offload_policy=each) for each in (policy, on_host))
+    for model in (mine, theirs) if gradients else ():
+        model.set_reduce_bucket_cap(0)  # type: ignore[operator]  # sharded
     one = OffloadedOptimizer(adamw(mine), FileTier(tmp_path, bucket_mb=1e-4, min_bytes=1))
     other = adamw(theirs)
     Program(micro_batches=2, clip=0.1).run(mine, one, range(3))
     Program(micro_batches=2, clip=0.1).run(theirs, other, range(3))
     for name, param in mine.named_parameters():
         assert torch.equal(part(param), part(dict(theirs.named_parameters())[name]))
+    assert not gradients or are_in_file((param.grad for param in mine.parameters()), policy)
     assert policy.statistics.resident_bytes <= 0.01 * 2**20
 
 

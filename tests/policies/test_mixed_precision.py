@@ -44,19 +44,25 @@ def test_the_policy_is_frozen_and_equal_by_value_as_torchs_is() -> None:
             policy.param_dtype = None
 
 
-@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
-@pytest.mark.parametrize("value", ["bfloat16", torch.int8, torch.float32.itemsize, True])
-def test_what_is_no_floating_point_dtype_is_an_error_that_names_the_field(
-    field: str, value: Any
+NO_DTYPES = ["bfloat16", torch.int8, torch.float32.itemsize, True]
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "wanted"),
+    [
+        ("param_dtype", NO_DTYPES, "floating-point"),
+        ("reduce_dtype", NO_DTYPES, "floating-point"),
+        ("output_dtype", NO_DTYPES, "floating-point"),
+        ("cast_forward_inputs", [None, 1, "yes"], "True or False"),
+        ("param_dtype_override_fn", [BF16, "bfloat16", 1], "function"),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_the_field(
+    field: str, values: list[Any], wanted: str
 ) -> None:
-    with pytest.raises(TypeError, match=rf"^{field} is .*floating-point"):
-        MixedPrecisionPolicy(**{field: value})
-
-
-@pytest.mark.parametrize("value", [None, 1, "yes"])
-def test_a_flag_that_is_no_bool_is_an_error(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"^cast_forward_inputs is .*True or False"):
-        MixedPrecisionPolicy(cast_forward_inputs=value)
+    for value in values:
+        with pytest.raises(TypeError, match=rf"^{field} is .*{wanted}"):
+            MixedPrecisionPolicy(**{field: value})
 
 
 @pytest.mark.parametrize(
@@ -131,12 +137,10 @@ def test_a_function_keeps_the_dtype_of_single_parameters(reduce: torch.dtype | N
         assert torch.equal(param.grad.full_tensor(), rounded.to(torch.float32))
 
 
-@pytest.mark.parametrize("answer", [None, BF16])
 @distributed(2)
-def test_none_and_the_param_dtype_are_the_param_dtype(answer: torch.dtype | None) -> None:
-    policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda param: answer)
-    net = fully_shard(nn.Linear(WIDTH, 3), mp_policy=policy)
-    assert net(batch()).dtype is BF16
+def test_the_function_may_answer_the_param_dtype() -> None:
+    policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda param: BF16)
+    assert fully_shard(nn.Linear(WIDTH, 3), mp_policy=policy)(batch()).dtype is BF16
 
 
 @distributed(2)
@@ -160,12 +164,6 @@ def test_another_answer_of_the_function_is_an_error_before_anything_changed(answ
         fully_shard(linear, mp_policy=policy)
     assert "weight" in "".join(caught.value.__notes__)
     assert type(linear) is nn.Linear and linear.weight is weight
-
-
-@pytest.mark.parametrize("value", [BF16, "bfloat16", 1])
-def test_what_is_no_function_is_an_error(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"^param_dtype_override_fn is .*function"):
-        MixedPrecisionPolicy(param_dtype_override_fn=value)
 
 
 @pytest.mark.skipif(
@@ -236,21 +234,12 @@ def test_floating_point_inputs_are_cast_however_nested_and_no_others() -> None:
     _call(net)
     came = net.came
     (pair_of, listed), named = came["rest"][0], came["rest"][1]
-    assert came["x"].dtype is BF16
-    assert pair_of.dtype is BF16
-    assert listed[0].dtype is BF16
-    assert listed[1] == "text"
-    assert type(named) is Pair
-    assert named.x.dtype is BF16
-    assert named.note == "pair"
-    assert type(came["record"]) is Record
-    assert came["record"].x.dtype is BF16
-    assert came["record"].length == 3
-    assert came["half"].dtype is BF16
-    assert came["nested"]["a"]["b"].dtype is BF16
-    assert came["nested"]["n"] is None
-    assert came["mask"].dtype is torch.bool
-    assert came["tokens"].dtype is torch.int64
+    nested, record = came["nested"]["a"]["b"], came["record"]
+    for cast in (came["x"], pair_of, listed[0], named.x, record.x, came["half"], nested):
+        assert cast.dtype is BF16
+    assert (type(named), named.note, listed[1]) == (Pair, "pair", "text")
+    assert (type(record), record.length, came["nested"]["n"]) == (Record, 3, None)
+    assert (came["mask"].dtype, came["tokens"].dtype) == (torch.bool, torch.int64)
 
 
 @distributed(2)
@@ -259,24 +248,21 @@ def test_casting_leaves_the_callers_own_containers_alone() -> None:
     x = torch.ones(2, WIDTH)
     listed, record = [x], Record(x)
     net(x, listed, record)
-    assert listed[0] is x
-    assert record.x is x
+    assert listed[0] is record.x is x
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False),
+        MixedPrecisionPolicy(reduce_dtype=BF16),
+    ],
+)
 @distributed(2)
-def test_inputs_are_left_alone_where_the_policy_says_so() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
+def test_inputs_are_left_alone_where_the_policy_says_so(policy: MixedPrecisionPolicy) -> None:
     net: Any = fully_shard(_takes(), mp_policy=policy)
     _call(net)
-    assert net.came["x"].dtype is torch.float32
-    assert net.came["record"].x.dtype is torch.float32
-
-
-@distributed(2)
-def test_inputs_are_left_alone_without_a_param_dtype() -> None:
-    net: Any = fully_shard(_takes(), mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
-    _call(net)
-    assert net.came["x"].dtype is torch.float32
+    assert net.came["x"].dtype is net.came["record"].x.dtype is torch.float32
     assert net.came["half"].dtype is torch.float16
 
 

@@ -18,41 +18,21 @@ ORDER = ("", "a", "b", "c")
 
 
 @pytest.mark.parametrize(
-    ("depth", "expected"),
+    ("depth", "forward", "backward"),
     [
-        (0, [[], [], [], []]),
-        (1, [[1], [2], [3], []]),
-        (2, [[1, 2], [2, 3], [3], []]),
-        (9, [[1, 2, 3], [2, 3], [3], []]),
+        (0, [[], [], [], []], [[], [], [], []]),
+        (1, [[1], [2], [3], []], [[], [0], [1], [2]]),
+        (2, [[1, 2], [2, 3], [3], []], [[], [0], [1, 0], [2, 1]]),
+        (9, [[1, 2, 3], [2, 3], [3], []], [[], [0], [1, 0], [2, 1, 0]]),
     ],
 )
-def test_forward_asks_for_the_next_modules_nearest_first(
-    depth: int, expected: list[list[int]]
+def test_the_next_modules_in_forward_and_those_before_in_backward_come_nearest_first(
+    depth: int, forward: list[list[int]], backward: list[list[int]]
 ) -> None:
-    policy = DepthPrefetch(forward=depth, backward=5)
-    assert [list(policy.in_forward(ORDER, i)) for i in range(len(ORDER))] == expected
-
-
-@pytest.mark.parametrize(
-    ("depth", "expected"),
-    [
-        (0, [[], [], [], []]),
-        (1, [[], [0], [1], [2]]),
-        (2, [[], [0], [1, 0], [2, 1]]),
-        (9, [[], [0], [1, 0], [2, 1, 0]]),
-    ],
-)
-def test_backward_asks_for_the_modules_before_nearest_first(
-    depth: int, expected: list[list[int]]
-) -> None:
-    policy = DepthPrefetch(forward=5, backward=depth)
-    assert [list(policy.in_backward(ORDER, i)) for i in range(len(ORDER))] == expected
-
-
-def test_no_prefetch_asks_for_nothing() -> None:
-    for position in range(len(ORDER)):
-        assert list(NoPrefetch().in_forward(ORDER, position)) == []
-        assert list(NoPrefetch().in_backward(ORDER, position)) == []
+    places, ahead = range(len(ORDER)), DepthPrefetch(forward=depth, backward=5)
+    assert [list(ahead.in_forward(ORDER, place)) for place in places] == forward
+    ahead = DepthPrefetch(forward=5, backward=depth)
+    assert [list(ahead.in_backward(ORDER, place)) for place in places] == backward
 
 
 @pytest.mark.parametrize("field", ["forward", "backward"])
@@ -88,17 +68,10 @@ BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 def test_the_engine_gathers_ahead_what_the_policy_answers_and_the_gradients_stay_the_same() -> None:
     forward, backward, expected = _prefetched(NoPrefetch())
     assert forward == backward == []
-    for depth in (1, 2, 4):
-        forward, backward, gradients = _prefetched(DepthPrefetch(forward=depth, backward=depth))
-        assert forward == BLOCKS
+    for depths in ((1, 1), (2, 2), (4, 4), (1, 0), (0, 1)):
+        policy = DepthPrefetch(forward=depths[0], backward=depths[1])
+        forward, backward, gradients = _prefetched(policy)
+        assert forward == (BLOCKS if depths[0] else [])
         # The root's backward begins first; the order ends with it.
-        assert backward == BLOCKS[::-1]
+        assert backward == (BLOCKS[::-1] if depths[1] else [])
         assert_equal_state(gradients, expected)
-
-
-@distributed(2)
-def test_forward_and_backward_depths_are_independent() -> None:
-    forward, backward, _ = _prefetched(DepthPrefetch(forward=1, backward=0))
-    assert (forward, backward) == (BLOCKS, [])
-    forward, backward, _ = _prefetched(DepthPrefetch(forward=0, backward=1))
-    assert (forward, backward) == ([], BLOCKS[::-1])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.policies import CPUOffloadPolicy, FileOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import clip_grad_norm_
 from support.surface.model import batch
 
@@ -93,6 +94,18 @@ def run_both(program: Program, mine: nn.Module, theirs: nn.Module) -> None:
     program.run(mine, one, range(3))
     program.run(theirs, other, range(3))
     assert_equal_runs(mine, one, theirs, other)
+
+
+def in_file(folder: Path, **options: Any) -> FileOffloadPolicy:
+    """A policy with all shards in the file, and one or two of the small ones in memory."""
+    options = {"resident_mb": 0.01, "read_ahead_mb": 0.005, "min_bytes": 1, **options}
+    return FileOffloadPolicy(folder, **options)
+
+
+def are_in_file(tensors: Iterable[Any], policy: FileOffloadPolicy) -> bool:
+    """Whether this rank's part of each, if it has one, is in the file; some rank has one."""
+    parts = [each for each in map(part, tensors) if each.numel()]
+    return bool(parts) and all(policy._file.find(each) is not None for each in parts)
 
 
 def part(value: Any) -> torch.Tensor:
