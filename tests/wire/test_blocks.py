@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.comm import (
-    CommStreams,
     DefaultAllGather,
-    GatherConfig,
     RankMajorLayout,
     TensorSpec,
     foreach_all_gather,
@@ -23,10 +21,9 @@ from fullshard.comm import (
 from fullshard.comm.layouts.coded import as_arrived
 from fullshard.wire import Quantised
 from fullshard.wire.blocks import BlockSpec, in_blocks
-from support.collectives import shard_of
+from support.collectives import gather_config, shard_of
 from support.threads.ranks import ThreadRank, run_on_threads
 
-CPU = torch.device("cpu")
 INT8, E4M3, E5M2 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
 STEPS = {INT8: 254.0, E4M3: 28.0, E5M2: 14.0}  # a number is off by the block's largest over these
 
@@ -183,25 +180,16 @@ def test_every_rank_gathers_what_became_of_each_shard_beside_what_travels_as_it_
     layout = RankMajorLayout(forms, ranks)
 
     def body(rank: ThreadRank) -> Sequence[torch.Tensor]:
-        config = GatherConfig(
-            comm=DefaultAllGather(),
-            process_group=rank.group,
-            streams=CommStreams(CPU),
-            device=CPU,
-        )
-        both = list(zip(fulls, specs, strict=True))
-        shards = [shard_of(full, spec, rank.rank, ranks) for full, spec in both]
+        config = gather_config(rank.group, DefaultAllGather())
+        pairs = zip(fulls, specs, strict=True)
+        shards = [shard_of(full, spec, rank.rank, ranks) for full, spec in pairs]
         outputs = [torch.empty_like(full) for full in fulls]
         for _ in range(2):
             foreach_all_gather_copy_out(foreach_all_gather(shards, layout, config), outputs)
         return outputs
 
-    wanted = [
-        torch.cat(
-            [as_arrived(shard_of(full, spec, r, ranks), form, r) for r in range(ranks)], spec.dim
-        )
-        for full, spec, form in zip(fulls, specs, forms, strict=True)
-    ]
+    every = zip(fulls, specs, forms, strict=True)
+    wanted = [arrived_whole(full, spec, form, ranks) for full, spec, form in every]
     for outputs in run_on_threads(body, ranks):
         for output, expected in zip(outputs, wanted, strict=True):
             assert torch.equal(output, expected.view(output.shape))

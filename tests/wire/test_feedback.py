@@ -32,6 +32,7 @@ from fullshard.wire.feedback import Residual
 from support.collectives import reduce_config, shard_of
 from support.narrow import WIDTH, Net, assert_replicas_equal, batch, full, sharded, train
 from support.ranks import distributed
+from support.surface.ranks import assert_equal_state, full_parameters
 from support.threads.ranks import ThreadRank, run_on_threads
 
 INT8, FP32 = torch.int8, torch.float32
@@ -65,6 +66,16 @@ def kept(net: nn.Module) -> dict[str, torch.Tensor]:
         assert now is not None
         found[name] = now.numbers.clone()
     return found
+
+
+def followed(
+    feedback: ErrorFeedback, scaler: torch.amp.GradScaler | None = None, **options: Any
+) -> tuple[Any, torch.optim.Optimizer]:
+    """A sharded net and its optimizer, which ``feedback`` follows."""
+    net = sharded(wire_policy=policy_of(feedback))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, **options)
+    feedback.follow(net, optimizer, scaler)
+    return net, optimizer
 
 
 def config_of(group: Any, dtype: torch.dtype) -> ReduceConfig:
@@ -204,11 +215,8 @@ def test_what_is_small_beside_a_large_gradient_is_lost_without_and_arrives_with_
 @pytest.mark.parametrize("fused", [False, True])
 @distributed(2)
 def test_a_scaler_that_skips_a_step_leaves_what_is_kept_and_changes_its_scale(fused: bool) -> None:
-    feedback = ErrorFeedback(FP32)
-    net = sharded(wire_policy=policy_of(feedback))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    feedback.follow(net, optimizer, scaler)
+    net, optimizer = followed(ErrorFeedback(FP32), scaler, fused=fused)
     before: dict[str, torch.Tensor] = {}
     scales = []
     for step in range(6):
@@ -250,29 +258,24 @@ def test_residuals_grow_with_the_scale_of_a_scaler() -> None:
     """A scaler whose scale doubles at each step trains as none does, as powers of two are exact."""
 
     def trained(scaler: torch.amp.GradScaler) -> dict[str, torch.Tensor]:
-        feedback = ErrorFeedback(FP32)
-        net = sharded(wire_policy=policy_of(feedback))
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        feedback.follow(net, optimizer, scaler)
+        net, optimizer = followed(ErrorFeedback(FP32), scaler)
         for step in range(5):
             scaler.scale(net(batch(step)).square().mean()).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        return {name: full(param) for name, param in net.named_parameters()}
+        return full_parameters(net)
 
     plain = trained(torch.amp.GradScaler("cpu", enabled=False))
     scaled = trained(torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1))
-    assert all(torch.equal(plain[name], scaled[name]) for name in plain)
+    assert_equal_state(plain, scaled)
 
 
 @distributed(2)
 def test_a_discarded_backward_is_taken_back_and_the_next_step_is_as_without_it() -> None:
     def trained(*, discards: bool) -> dict[str, torch.Tensor]:
         feedback = ErrorFeedback()
-        net = sharded(wire_policy=policy_of(feedback))
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-        feedback.follow(net, optimizer)
+        net, optimizer = followed(feedback, momentum=0.9)
         for step in range(4):
             if discards and step in (0, 2):
                 (net(batch(9)).square().mean() * 1e6).backward()
@@ -284,10 +287,9 @@ def test_a_discarded_backward_is_taken_back_and_the_next_step_is_as_without_it()
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        return {name: full(param) for name, param in net.named_parameters()}
+        return full_parameters(net)
 
-    plain, ours = trained(discards=False), trained(discards=True)
-    assert all(torch.equal(plain[name], ours[name]) for name in plain)
+    assert_equal_state(trained(discards=False), trained(discards=True))
 
 
 @distributed(2)
@@ -304,21 +306,18 @@ def test_following_an_optimizer_changes_no_bit_with_accumulation_either() -> Non
             if step % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-        return {name: full(param) for name, param in net.named_parameters()}
+        return full_parameters(net)
 
     for synchronised in (True, False):
         one = trained(follows=False, synchronised=synchronised)
-        other = trained(follows=True, synchronised=synchronised)
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert_equal_state(one, trained(follows=True, synchronised=synchronised))
 
 
 @pytest.mark.parametrize("what", ["model", "a layer", "optimizer", "by hand"])
 @distributed(2)
 def test_residuals_are_dropped_when_a_state_dict_is_loaded(what: str) -> None:
     feedback = ErrorFeedback()
-    net = sharded(wire_policy=policy_of(feedback))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    feedback.follow(net, optimizer)
+    net, optimizer = followed(feedback)
     net(batch()).square().mean().backward()
     optimizer.step()
     assert any(each.any() for each in kept(net).values())
@@ -402,9 +401,8 @@ def test_replicas_stay_equal_to_the_last_bit_in_any_precision() -> None:
 
 @distributed(2, 3, matrix=[3])
 def test_a_run_is_the_same_again_to_the_last_bit() -> None:
-    _, one = train(sharded(wire_policy=policy_of(ErrorFeedback())), steps=5)
-    _, other = train(sharded(wire_policy=policy_of(ErrorFeedback())), steps=5)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    runs = [train(sharded(wire_policy=policy_of(ErrorFeedback())), steps=5)[1] for _ in range(2)]
+    assert_equal_state(*runs)
 
 
 @distributed(2)
@@ -432,14 +430,6 @@ def test_the_memory_it_takes_is_said_before_it_is_taken_and_goes_with_the_model(
     del net, optimizer, each
     gc.collect()
     assert feedback.nbytes == 0
-
-
-@distributed(2)
-def test_ranks_that_disagree_about_feedback_are_told_on_every_rank() -> None:
-    feedback = ErrorFeedback(FP32) if dist.get_rank() else ErrorFeedback()
-    with pytest.raises(Exception, match=r"weight: .* with error feedback in torch\.") as raised:
-        sharded(wire_policy=policy_of(feedback))(batch())
-    assert type(raised.value).__name__ == "RankMismatchError"
 
 
 def test_a_wrong_argument_is_an_error_that_says_what_to_pass() -> None:

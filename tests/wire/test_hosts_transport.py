@@ -51,12 +51,14 @@ def drawn(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Te
 
 def by_hosts(parts: Sequence[torch.Tensor], per_host: int, op: Any = SUM) -> torch.Tensor:
     """The definition: inside each host in rank order, then hosts in order."""
-    totals = []
-    for first in range(0, len(parts), per_host):
-        totals.append(torch.empty_like(parts[0]))
-        reduce_in_rank_order(parts[first : first + per_host], totals[-1], op)
+    firsts = range(0, len(parts), per_host)
+    return in_order([in_order(parts[first : first + per_host], op) for first in firsts], op)
+
+
+def in_order(parts: Sequence[torch.Tensor], op: Any = SUM) -> torch.Tensor:
+    """The reduction of ``parts``, one after the other."""
     whole = torch.empty_like(parts[0])
-    reduce_in_rank_order(totals, whole, op)
+    reduce_in_rank_order(parts, whole, op)
     return whole
 
 
@@ -92,18 +94,11 @@ def test_a_reduction_is_the_sum_by_hosts_and_narrow_between_them_only(
                 gradient = of_rank[index]
                 whole = torch.zeros(spec.shape) if gradient is None else gradient
                 parts.append(shard_of(whole, spec, rank, ranks).contiguous())
-            totals = [sum_of(parts[at : at + per_host]) for at in range(0, ranks, per_host)]
-            wanted = sum_of([as_arrived(each, form, rank).float() for each in totals])
+            totals = [in_order(parts[at : at + per_host]) for at in range(0, ranks, per_host)]
+            wanted = in_order([as_arrived(each, form, rank).float() for each in totals])
             assert torch.equal(shards[index], wanted * (1 / ranks))
             used = any(of_rank[index] is not None for of_rank in everyones)
             assert bool(mask[index] > 0) is used
-
-
-def sum_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 @pytest.mark.parametrize(("ranks", "per_host"), few([(128, 8), (96, 16)], (96, 16), together=True))
@@ -119,9 +114,7 @@ def test_in_a_wide_world_everybody_gets_everything(ranks: int, per_host: int) ->
     whole = torch.cat([drawn(rank, 3) for rank in range(ranks)])
     for rank, (gathered, reduced) in enumerate(run_program_on_threads(body, ranks)):
         assert torch.equal(gathered, whole)
-        inside = [sum_of([of[rank] for of in everyones[at : at + per_host]])
-                  for at in range(0, ranks, per_host)]  # fmt: skip
-        assert torch.equal(reduced, sum_of(inside))
+        assert torch.equal(reduced, by_hosts([of[rank] for of in everyones], per_host))
 
 
 # -- processes, which share memory inside a host and send messages between hosts ------------------
