@@ -8,10 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import (
-    AllToAllTransport,
-    ProcessGroupTransport,
-)
+from fullshard.comm import AllToAllTransport, ProcessGroupTransport
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.transports.all_to_all import all_to_all
 from fullshard.comm.transports.pairwise import exchange

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -98,17 +99,21 @@ def test_one_rank_that_marks_is_enough_for_a_result_of_one(
     assert result.item() >= 1.0
 
 
-@pytest.mark.parametrize("factor", [0.0, -1.0, math.inf, math.nan])
-def test_a_factor_that_cannot_divide_is_refused(factor: float) -> None:
-    with pytest.raises(ValueError, match="divide_factor"):
-        reduction_scaling(2, torch.float32, averages=False, divide_factor=factor)
-
-
-def test_a_world_without_ranks_and_an_integer_dtype_are_refused() -> None:
-    with pytest.raises(ValueError, match="world_size 0"):
-        reduction_scaling(0, torch.float32, averages=False)
-    with pytest.raises(ValueError, match=r"torch\.int64"):
-        reduction_scaling(2, torch.int64, averages=False)
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "factors", "message"),
+    [
+        (2, torch.float32, (0.0, -1.0, math.inf, math.nan), "divide_factor"),
+        (2, torch.float32, (torch.ones(2),), "0-d"),
+        (0, torch.float32, (None,), "world_size 0"),
+        (2, torch.int64, (None,), r"torch\.int64"),
+    ],
+)
+def test_what_cannot_scale_is_refused(
+    world_size: int, dtype: torch.dtype, factors: tuple[Any, ...], message: str
+) -> None:
+    for factor in factors:
+        with pytest.raises(ValueError, match=message):
+            reduction_scaling(world_size, dtype, averages=False, divide_factor=factor)
 
 
 @distributed(2)
@@ -165,8 +170,3 @@ def test_a_divisor_on_the_device_is_not_read_by_the_host() -> None:
         for dtype in (torch.float32, torch.float16):
             scaling = reduction_scaling(4, dtype, averages=False, divide_factor=count)
             assert isinstance(scaling.post, torch.Tensor) and scaling.post.ndim == 0
-
-
-def test_a_divisor_of_several_numbers_is_refused() -> None:
-    with pytest.raises(ValueError, match="0-d"):
-        reduction_scaling(2, torch.float32, averages=False, divide_factor=torch.ones(2))

@@ -16,16 +16,17 @@ import torch.distributed as dist
 from fullshard.comm import (
     CollectiveMismatchError,
     DefaultAllGather,
+    GatherConfig,
     PeerLostError,
     ProcessGroupTransport,
     RankMajorLayout,
     SharedMemoryTransport,
     TensorSpec,
-    set_shared_memory,
 )
 from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.same_host.shared_buffers import SharedTensors, foreach_all_gather_in_place
 from fullshard.comm.same_host.shared_segment import SegmentFile
+from support.apart import private_memory
 from support.collectives import gather_config, shard_of
 from support.ranks import RanksFailed, distributed, run_on_ranks, world
 
@@ -54,12 +55,18 @@ def tensors_in(memory: torch.Tensor, specs: tuple[TensorSpec, ...]) -> list[torc
     return fulls
 
 
+def opened() -> tuple[SharedTensors, GatherConfig]:
+    """Tensors of ``SPECS`` in a shared buffer of all ranks, and what gathers them."""
+    buffer = SharedMemoryTransport().open_shared_buffer(world(), 4096)
+    config = gather_config(world(), DefaultAllGather(), name="x")
+    layout = RankMajorLayout(SPECS, dist.get_world_size())
+    return SharedTensors(buffer, tensors_in(buffer.memory, SPECS), layout, config), config
+
+
 @distributed(2, 4, matrix=[4])
 def test_each_gather_leaves_every_ranks_shards_in_the_full_tensors() -> None:
-    buffer = SharedMemoryTransport().open_shared_buffer(world(), 4096)
-    fulls = tensors_in(buffer.memory, SPECS)
-    config = gather_config(world(), DefaultAllGather(), name="x")
-    placed = SharedTensors(buffer, fulls, RankMajorLayout(SPECS, dist.get_world_size()), config)
+    placed, config = opened()
+    fulls = tensors_in(placed.buffer.memory, SPECS)
     for turn in range(3):
         shards = [
             my_shard_of(values(spec, turn), spec).float() for spec in SPECS
@@ -67,7 +74,7 @@ def test_each_gather_leaves_every_ranks_shards_in_the_full_tensors() -> None:
         foreach_all_gather_in_place(shards, placed, config).wait()
         for full, spec in zip(fulls, SPECS, strict=True):
             assert torch.equal(full, values(spec, turn))
-        buffer.leave()
+        placed.buffer.leave()
 
 
 @distributed(2)
@@ -110,10 +117,7 @@ def test_nobody_writes_before_all_have_left() -> None:
 
 @distributed(2)
 def test_a_gather_that_nobody_wants_is_waited_for_and_left() -> None:
-    buffer = SharedMemoryTransport().open_shared_buffer(world(), 4096)
-    config = gather_config(world(), DefaultAllGather(), name="x")
-    layout = RankMajorLayout(SPECS, dist.get_world_size())
-    placed = SharedTensors(buffer, tensors_in(buffer.memory, SPECS), layout, config)
+    placed, config = opened()
     shards = [my_shard_of(values(spec, 0), spec) for spec in SPECS]
     for _ in range(3):  # would wait for ever, if the buffer had not been left
         foreach_all_gather_in_place(shards, placed, config).discard()
@@ -141,25 +145,16 @@ def test_there_is_a_shared_buffer_only_where_the_collective_does_nothing_else_it
         def __call__(self, *args: object, **kwargs: object) -> None:
             """Something else."""
 
-    assert (
-        DefaultAllGather(transport=AutomaticTransport()).offers.open_shared_buffer(world(), 64)
-        is not None
-    )
-    assert (
-        DefaultAllGather(transport=ProcessGroupTransport()).offers.open_shared_buffer(world(), 64)
-        is None
-    )
-    elsewhere = DefaultAllGather(transport=AutomaticTransport(), allocator=OwnAllocator())
-    assert elsewhere.offers.open_shared_buffer(world(), 64) is None
-    assert Own(transport=AutomaticTransport()).offers.open_shared_buffer(world(), 64) is None
-    set_shared_memory(False)
-    try:
-        assert (
-            DefaultAllGather(transport=AutomaticTransport()).offers.open_shared_buffer(world(), 64)
-            is None
-        )
-    finally:
-        set_shared_memory(True)
+    def is_opened(comm: DefaultAllGather) -> bool:
+        return comm.offers.open_shared_buffer(world(), 64) is not None
+
+    automatic = AutomaticTransport()
+    assert is_opened(DefaultAllGather(transport=automatic))
+    assert not is_opened(DefaultAllGather(transport=ProcessGroupTransport()))
+    assert not is_opened(DefaultAllGather(transport=automatic, allocator=OwnAllocator()))
+    assert not is_opened(Own(transport=automatic))
+    with private_memory():
+        assert not is_opened(DefaultAllGather(transport=automatic))
 
 
 def _gather_in_another_buffer() -> str:

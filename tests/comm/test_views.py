@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.comm import RankMajorLayout, TensorSpec
-from fullshard.comm.layouts.views import (
-    full_views,
-    gap_views,
-    mask_view,
-    piece_views,
-    shard_views,
-)
+from fullshard.comm.layouts.views import full_views, gap_views, mask_view, piece_views, shard_views
 from support.collectives import shard_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.int64, torch.bool]

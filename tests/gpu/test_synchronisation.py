@@ -14,13 +14,7 @@ from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import FSDPModule, fully_shard
 from support.modules import Assembled
 from support.wide.fake import fake_world
-from support.wide.gpu import (
-    CARD,
-    card,
-    card_world,
-    synchronisations,
-    without_synchronisation,
-)
+from support.wide.gpu import CARD, card, card_world, synchronisations, without_synchronisation
 from support.wide.model import LEARNING_RATE, loss_of, make_batch, make_stack, shard
 
 pytestmark = pytest.mark.gpu

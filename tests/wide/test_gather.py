@@ -12,6 +12,7 @@ from fullshard.comm import (
     foreach_all_gather_copy_out,
 )
 from support.collectives import gather_config
+from support.products import few
 from support.threads.ranks import ThreadRank, run_on_threads
 from support.wide.tensors import (
     MIXED,
@@ -36,8 +37,7 @@ DTYPES = {
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
-    "streams",
-    [CommStreams, BlockingStreams, pytest.param(OneStream, marks=pytest.mark.matrix)],
+    "streams", few([CommStreams, BlockingStreams, OneStream], CommStreams, BlockingStreams)
 )
 def test_128_ranks_gather_uneven_tensors_bit_for_bit(
     dtypes: tuple[torch.dtype, ...], async_op: bool, streams: type[CommStreams]

@@ -13,13 +13,20 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
-from fullshard.sharding import ShardingPlacements, fully_shard
+from fullshard.sharding import ShardingPlacements
 from support.products import few
 from support.threads.ranks import ThreadRank, run_on_threads
 from support.threads.world import run_program_on_threads
-from support.wide.model import LEARNING_RATE, Stack, gradients_by_ranks, make_batch, make_stack
+from support.wide.model import (
+    LEARNING_RATE,
+    Stack,
+    gradients_by_ranks,
+    local,
+    make_batch,
+    make_stack,
+    shard,
+)
 
 STEPS, MICRO_BATCHES = 2, 2
 PLACEMENTS = {
@@ -102,9 +109,7 @@ def test_steps_equal_those_of_the_unsharded_model_to_the_bit(
 
     def body(rank: ThreadRank) -> list[torch.Tensor]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
-        own: Any = copy.deepcopy(model)
-        for module in (*own.blocks, own):
-            fully_shard(module, mesh=mesh, placements=PLACEMENTS[name])
+        own: Any = shard(copy.deepcopy(model), mesh=mesh, placements=PLACEMENTS[name])
         optimizer = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE)
         for step in range(STEPS):
             for micro_batch in range(MICRO_BATCHES):
@@ -114,11 +119,7 @@ def test_steps_equal_those_of_the_unsharded_model_to_the_bit(
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        found = []
-        for param in own.parameters():
-            assert isinstance(param, DTensor)
-            found.append(param.to_local().detach().clone())
-        return found
+        return [local(param).clone() for param in own.parameters()]
 
     shards = run_program_on_threads(body, ranks)
     if name in TWO_LEVELS:  # cut over inner first
