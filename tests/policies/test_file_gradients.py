@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard.optim import FileTier, OffloadedOptimizer, OverlappedStep, OverlappedStepError
-from fullshard.policies import CPUOffloadPolicy, FileOffloadPolicy, MixedPrecisionPolicy, shard_file
+from fullshard.optim import OverlappedStep, OverlappedStepError
+from fullshard.policies import FileOffloadPolicy, MixedPrecisionPolicy, shard_file
 from fullshard.sharding import FSDPModule, NoOffload, clip_grad_norm_, fully_shard, grad_norm
 from support.modules import Assembled
 from support.optim import offloaded
@@ -100,15 +100,19 @@ def test_steps_beside_backward_are_equal(tmp_path: Path) -> None:
     assert_equal_runs(mine, one, theirs, other)
 
 
+def _fork() -> Assembled:
+    """Two branches, of which a call may leave one out."""
+    parts = {name: nn.Linear(8, 8) for name in ("one", "other")}
+    return Assembled(lambda m, x, both: m.one(x) + (m.other(x) if both else 0), **parts)
+
+
 @distributed(2)
 def test_gradients_that_only_some_ranks_have_are_equal(tmp_path: Path) -> None:
     policy, both = in_file(tmp_path), torch.distributed.get_rank() == 0
     found = []
     for offload in (policy, NoOffload()):
         torch.manual_seed(0)
-        parts = {name: nn.Linear(8, 8) for name in ("one", "other")}
-        fork = Assembled(lambda m, x, both: m.one(x) + (m.other(x) if both else 0), **parts)
-        model = fully_shard(fork, offload_policy=offload)
+        model = fully_shard(_fork(), offload_policy=offload)
         for used in (both, False):
             model(torch.ones(2, 8), used).square().sum().backward()
         found.append(gradients_of(model))
@@ -299,18 +303,18 @@ def test_a_gradient_that_cannot_be_written_at_the_end_of_a_backward_is_added_onc
     found = []
     for offload in (policy, NoOffload()):
         torch.manual_seed(0)
-        model = fully_shard(Fork(), offload_policy=offload)
-        model(torch.ones(2, 8), both=both).square().sum().backward()
+        model = fully_shard(_fork(), offload_policy=offload)
+        model(torch.ones(2, 8), both).square().sum().backward()
         if offload is policy:
             reserve = policy._file.space.reserve
             full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
             with patch.object(policy._file.space, "reserve", reserve if both else full):
-                model(torch.ones(2, 8), both=both).square().sum().backward()
+                model(torch.ones(2, 8), both).square().sum().backward()
             with pytest.raises(RuntimeError, match=r"rank 1: no space for \d+ bytes of a gradient"):
-                model(torch.ones(2, 8), both=both).square().sum().backward()
+                model(torch.ones(2, 8), both).square().sum().backward()
             model.reset_iter_state()
         else:
-            model(torch.ones(2, 8), both=both).square().sum().backward()
+            model(torch.ones(2, 8), both).square().sum().backward()
         found.append(gradients_of(model))
     assert all(map(torch.equal, *found))
 

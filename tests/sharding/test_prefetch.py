@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import EventKind, EventLog, observe
-from fullshard.policies import DepthPrefetch
+from fullshard.policies import DepthPrefetch, NoPrefetch
 from fullshard.sharding.base.states import ShardedState
 from support.events.models import batch, make_net, step
 from support.events.recorder import (
