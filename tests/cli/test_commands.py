@@ -344,6 +344,18 @@ def test_init_answers_from_options_and_asks_the_rest(
     assert "error: no answer; pass --yes" in ended.output
 
 
+def test_init_prints_json_and_asks_on_standard_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    value = json.loads(_run("init", "--json", "--yes", "--steps", "7").stdout)
+    assert value["file"] == "train.py" and Path("train.py").exists()
+    assert value["answers"]["precision"] == "float32" and value["answers"]["steps"] == 7
+    assert value["next"][0] == "fullshard plan train.py --mesh 2 64"
+    asked = CliRunner().invoke(app, ["init", "other.py", "--json"], input="\n\n\n\n\n")
+    assert "Your model" in asked.stderr and "Your model" not in asked.stdout
+
+
 def test_ctrl_c_at_a_question_of_init_ends_as_by_the_signal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

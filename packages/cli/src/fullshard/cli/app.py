@@ -9,6 +9,8 @@ import inspect
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -46,7 +48,7 @@ _EPILOG = """\
 
 [b]Results for other programs[/b]
 
-Checks, comparisons and conversions print JSON with --json. A run leaves JSON in its folder
+Checks, comparisons, conversions and init print JSON with --json. A run leaves JSON in its folder
 ([b]run --record[/b], [b]train --out[/b]), and [b]bench[/b] in files (--out).
 """
 
@@ -150,6 +152,9 @@ def init(
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Take the defaults, ask nothing.")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON; ask on standard error.")
+    ] = False,
 ) -> None:
     """Write a commented training script or configuration, after five questions.
 
@@ -159,10 +164,12 @@ def init(
     """
     from fullshard.cli.starting.answers import AnswerError, ask
     from fullshard.cli.starting.writing import next_steps, write
+    from fullshard.preflight.spi import json_text
 
+    prompt = partial(_prompt, err=as_json)
     given = {"kind": kind, "model": model, "precision": precision, "memory": memory, "steps": steps}
     try:
-        answers = ask(given, (lambda text, default: default) if yes else _prompt)
+        answers = ask(given, (lambda text, default: default) if yes else prompt)
         path = write(answers, target)
     except AnswerError as error:
         _refuse(str(error))
@@ -170,11 +177,16 @@ def init(
         if isinstance(error.__context__, KeyboardInterrupt):
             raise typer.Exit(130) from error
         _refuse("no answer; pass --yes for the defaults, or options as answers")
-    typer.echo(f"wrote {path}; next:\n{next_steps(answers, path)}")
+    steps_after = next_steps(answers, path)
+    if as_json:
+        lines = [line.strip() for line in steps_after.splitlines()]
+        typer.echo(json_text({"file": str(path), "answers": asdict(answers), "next": lines}))
+    else:
+        typer.echo(f"wrote {path}; next:\n{steps_after}")
 
 
-def _prompt(text: str, default: str) -> str:
-    return str(typer.prompt(text, default=default))
+def _prompt(text: str, default: str, *, err: bool) -> str:
+    return str(typer.prompt(text, default=default, err=err))
 
 
 # -- a run ---------------------------------------------------------------------------------------
