@@ -154,7 +154,7 @@ def _checksums(folder: Path) -> dict[str, int]:
     try:
         stored = FileSystemReader(folder).read_metadata().storage_data or {}
         files = {info.relative_path for info in stored.values()}
-    except Exception:  # what a damaged pickle raises; its checksum says that it is damaged
+    except Exception:  # a damaged pickle may raise any; the checksums are compared next
         files = set()
     for sums in every:
         if not files or files & sums.keys():

@@ -53,8 +53,8 @@ def run_doctor(folder: Path | None, ranks: int | None, *, as_json: bool) -> int:
 
 def _start_ranks(given: tuple[object, ...], count: int) -> None:
     """Run ``_run_rank`` on ``count`` processes and wait for them; Ctrl-C ends them silently."""
-    # A terminal sends Ctrl-C to the ranks, too. They inherit that it is ignored, so that none
-    # prints a traceback of its imports; ``_run_rank`` lets it end the process.
+    # A terminal sends Ctrl-C to the ranks, too. The ranks ignore the signal while they
+    # import, so no rank prints a traceback; ``_run_rank`` lets the signal end the process.
     with interrupts_as(signal.SIG_IGN):
         ranks = multiprocessing.spawn(_run_rank, args=given, nprocs=count, join=False)
     try:

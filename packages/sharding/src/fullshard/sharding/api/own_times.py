@@ -1,7 +1,7 @@
 """The own time of one rank, by step, phase and module: what passed while it waited for no rank.
 
-``OwnTimesReader`` reads the time stamps of a ``Timeline``. It needs no other rank and no clock of
-another rank; ``slow_ranks`` compares what ranks found.
+``OwnTimesReader`` reads the time stamps of a ``Timeline``, without the clock of another rank.
+``slow_ranks`` compares the results of ranks.
 """
 
 from __future__ import annotations
@@ -115,9 +115,8 @@ class OwnTimesReader:
     [Note: the end of a step] A step ends with a step of an optimizer. Another optimizer's may
     follow, and saves: these belong to the step as well. So it is over when the next forward begins.
 
-    [Note: between] What lies between the end of a forward, a backward or an optimizer's step and
-    what comes next belongs to a phase that only the next time stamp tells: to the loss, to input,
-    or to the optimizer.
+    [Note: between] The time between the end of a forward, a backward or an optimizer's step and the
+    next time stamp belongs to the loss, to input, or to the optimizer. The next time stamp decides.
     """
 
     def __init__(self) -> None:
@@ -210,7 +209,7 @@ class OwnTimesReader:
             self._between += seconds
 
     def _assign(self, phase: Phase, module: str) -> None:
-        """Give what lies between to a phase."""
+        """Add the time since the last time stamp to a phase."""
         if self._between:
             self._step.own[phase, module] += self._between
             self._between = 0.0

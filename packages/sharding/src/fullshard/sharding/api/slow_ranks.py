@@ -176,7 +176,7 @@ class SlowRanks:
     def own_times(self) -> OwnTimes:
         """Return this rank's steps since the last call, as far as they are kept; no other rank's.
 
-        Each call uses up the steps that it returns.
+        The next call does not return these steps again.
         """
         self._reader.read(self._timeline.take())
         return self._reader.steps()

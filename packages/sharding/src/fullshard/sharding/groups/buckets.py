@@ -129,7 +129,7 @@ class Buckets:
         gathered: the order that they were learnt from.
         gathers: the buckets.
         of: the bucket of each group that has one.
-        reductions: where reductions wait for those of groups that are gathered before or after.
+        reductions: the reductions that wait for the reductions of neighbours, to share a launch.
     """
 
     def __init__(self, queue: ReductionQueue) -> None:

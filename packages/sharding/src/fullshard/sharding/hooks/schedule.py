@@ -265,10 +265,10 @@ def keep_copies_within_step(groups: Sequence[FSDPParamGroup], *, is_last: bool) 
 
     Another one follows if ``is_last`` is not set, or where the user turned synchronisation off.
 
-    [Note: kept copies] The backward of a forward uses the copy that the forward kept. So do
-    forwards between the backwards of one step. Between steps no copy is used again, also if no
-    optimizer was seen to step: a user may change parameters by hand, as moving averages and loops
-    without an optimizer do, and the counters of tensors do not show every such change.
+    [Note: kept copies] The backward of a forward uses the copy that the forward kept.
+    Forwards between the backwards of one step use the copy, too. Between steps all copies are
+    dropped, also without an optimizer's step: a user may change parameters by hand, and the
+    counters of tensors do not show every change.
     """
     for group in groups:
         gathering = group.gathering
