@@ -191,6 +191,7 @@ def test_between_steps_buffers_take_no_memory_as_soon_as_they_are_written(
     staging = optimizer._ready().staging
     assert isinstance(staging, Staging) and staging._written  # nothing waited for them
     wait([move for batch in staging._written for move in batch.moves])
+    _file_of(optimizer)._pool.shutdown()  # a thread holds its buffer to the end of its write
     assert max(at_once) == 3
     assert len(buffers) == 0
 
@@ -600,6 +601,30 @@ def test_extents_keep_their_bytes_apart_and_join_for_one_call(direct: bool, tmp_
     assert file.reserve(7) == extents[0]
     with pytest.raises(OSError, match="the file was made for"):
         file.reserve(2 << 20)
+
+
+def test_a_read_in_progress_keeps_the_memory_of_a_buffer_that_was_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = StateFile(tmp_path, 1 << 20, threads=1, direct=False)
+    begun, goes_on = threading.Event(), threading.Event()
+    read = os.preadv
+
+    def slow(*arguments: Any) -> int:
+        begun.set()
+        goes_on.wait()
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    pages = mmap.mmap(-1, 4096)
+    alive = weakref.ref(pages)
+    moves = file.read([file.reserve(4096)], torch.frombuffer(pages, dtype=torch.uint8))
+    del pages  # as after an error in the middle of a step
+    begun.wait()
+    kept = alive() is not None
+    goes_on.set()
+    assert kept
+    assert [each.result() for each in moves] == [None]
 
 
 def _killed_with_state(folder: Path) -> None:

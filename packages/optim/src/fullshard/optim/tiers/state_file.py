@@ -108,13 +108,12 @@ class StateFile:
     def _move(
         self, call: Callable[..., int], extents: Sequence[Extent], memory: torch.Tensor
     ) -> list[Future[None]]:
-        address, moved = memory.data_ptr(), []
+        place, moved = 0, []
         for offset, nbytes in joined(extents):
             for start in range(0, nbytes, _PIECE):
-                size = min(_PIECE, nbytes - start)
-                piece = (call, self._fd, offset + start, address + start, size)
-                moved.append(self._pool.submit(_move_piece, *piece))
-            address += nbytes
+                piece = memory[place + start : place + min(start + _PIECE, nbytes)]
+                moved.append(self._pool.submit(_move_piece, call, self._fd, offset + start, piece))
+            place += nbytes
         return moved
 
 
@@ -129,9 +128,13 @@ def joined(extents: Sequence[Extent]) -> list[tuple[int, int]]:
     return runs
 
 
-def _move_piece(call: Callable[..., int], fd: int, offset: int, address: int, nbytes: int) -> None:
-    """Read or write ``nbytes`` at ``address``; a call may move fewer bytes than asked."""
-    memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+def _move_piece(call: Callable[..., int], fd: int, offset: int, piece: torch.Tensor) -> None:
+    """Read or write ``piece``; a call may move fewer bytes than asked.
+
+    The thread holds the tensor: after an error, the caller may drop the buffer during a transfer.
+    """
+    nbytes = piece.numel()
+    memory = memoryview((ctypes.c_char * nbytes).from_address(piece.data_ptr())).cast("B")
     done = 0
     while done < nbytes:
         moved = call(fd, [memory[done:]], offset + done)
