@@ -30,6 +30,7 @@ from fullshard.sharding.reduce.strategies import TwoReductions
 from support.races.orderings import (
     all_reduce_after_reduction,
     gather_after_current,
+    launch_after_earlier_reductions,
     sources_of_copy_in,
 )
 
@@ -226,6 +227,8 @@ MUTATIONS = [
         "earlier.output",
         "partial-not-last",
         _HYBRID,
+        redundant="the next backward begins with a wait for the reductions of earlier ones",
+        ordering=launch_after_earlier_reductions,
     ),
     M(
         AllReduceInFlight,
