@@ -130,6 +130,18 @@ def test_a_script_is_planned_on_several_meshes_against_a_budget(
     assert capsys.readouterr().out.rstrip().endswith(f"does not fit {budget} bytes")
 
 
+def test_the_plans_before_a_mesh_that_cannot_be_planned_are_not_lost(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(script).write_text(SCRIPT.replace(", mesh=None", "").replace(", mesh=mesh", ""))
+    page = tmp_path / "plan.html"
+    assert COMMAND.main(["plan", script, "--mesh", "2", "2x8", "--json", "--html", str(page)]) == 2
+    printed = capsys.readouterr()
+    assert [each["mesh"] for each in json.loads(printed.out)] == [[2]]
+    assert "shard takes no mesh=" in printed.err
+    assert "Plan of" in page.read_text()
+
+
 def test_a_script_is_watched_for_races(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert COMMAND.main(["races", script, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

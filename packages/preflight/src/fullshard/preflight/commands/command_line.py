@@ -38,6 +38,7 @@ from fullshard.preflight.doctor.command import run_doctor
 from fullshard.preflight.pages.contents import plan_parts, races_parts, verdict_parts
 from fullshard.preflight.pages.page import PageError, require_folder, require_page, write_page
 from fullshard.preflight.planning.failures import PlanError
+from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.sizes import parse_bytes
 from fullshard.preflight.verification.verify import verify
 
@@ -244,27 +245,36 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def _plan(given: argparse.Namespace, program: dict[str, Any], output: _Output) -> int:
-    plans = []
+    plans, wrong = list[Plan](), ""
     for mesh in given.mesh:
         try:
             found = planned(program, mesh, given.micro_batches, given.device)
         except (PlanError, ValueError) as error:
-            return _refuse(f"{given.program}: {error}")
+            wrong = f"{given.program}: {error}"
+            break
         plans.append(found)
         if not given.json:
             fits = given.budget is None or found.fits(given.budget)
             over = "" if fits else f"\ndoes not fit {given.budget} bytes"
             output.print(f"{found}{over}\n", None)
+    if plans:
+        _show_plans(given, plans, output)
+    if wrong:
+        return _refuse(wrong)
+    return 0 if given.budget is None or any(each.fits(given.budget) for each in plans) else 1
+
+
+def _show_plans(given: argparse.Namespace, plans: Sequence[Plan], output: _Output) -> None:
+    """Write the picture, the page and the JSON of plans, also if that of a later mesh failed."""
     if given.picture is not None:
         try:
-            found.draw(given.picture, budget=given.budget)
+            plans[-1].draw(given.picture, budget=given.budget)
         except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no matplotlib
             raise PageError(f"--picture {given.picture}: {error}") from error
     if given.html is not None:
         write_page(given.html, f"Plan of {given.program}", plan_parts(plans, given.budget))
     if given.json:
         output.print("", [plan_value(each, given.budget) for each in plans])
-    return 0 if given.budget is None or any(each.fits(given.budget) for each in plans) else 1
 
 
 def _verify(given: argparse.Namespace, program: dict[str, Any], output: _Output) -> int:
