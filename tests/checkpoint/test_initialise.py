@@ -149,7 +149,9 @@ def test_copies_kept_from_before_are_not_used_after_it() -> None:
     kept = fully_shard(build(), reshard_after_forward=False)
     with torch.no_grad():
         kept(batch())
+    kept.unshard()
     initialise(kept, draw, SEED)
+    assert all(isinstance(param, DTensor) for param in kept.parameters())  # no stale values
     plain = build()
     initialise(plain, draw, SEED)
     assert torch.equal(kept(batch()), plain(batch()))
