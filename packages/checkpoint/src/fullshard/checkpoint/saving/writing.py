@@ -32,6 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
@@ -83,11 +84,20 @@ class SaveError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """A rank's report to the first one: its part of the plan, each part's file, and checksums."""
+    """A rank's report to the first one.
+
+    Attributes:
+        plan: its part of the plan.
+        results: the file of each part.
+        sums: checksums of its files.
+        plain: checksums of its tensors that are no ``DTensor``, written by it or not.
+        error: what went wrong.
+    """
 
     plan: SavePlan
     results: Sequence[WriteResult]
     sums: Mapping[str, int]
+    plain: Mapping[str, int]
     error: str
 
 
@@ -96,7 +106,7 @@ def write(
     folder: Path,
     group: dist.ProcessGroup | None,
     error: BaseException | None,
-) -> None:
+) -> list[str]:
     """Write ``state`` into ``folder``; return on every rank when the new checkpoint is there.
 
     Args:
@@ -105,11 +115,16 @@ def write(
         group: the ranks, all of which call this; None: there is one.
         error: what this rank found wrong before.
 
+    Returns:
+        On the first rank, the names of the tensors of which ranks have different values, and the
+        checkpoint those of one rank.
+
     Raises:
         SaveError: on every rank, if any of them failed, or was lost.
     """
     meeting, planner = Meeting(group), DefaultSavePlanner()
     mine, results, sums = SavePlan([]), list[WriteResult](), dict[str, int]()
+    plain, differing = dict[str, int](), list[str]()
     try:
         planner.set_up_planner(dict(state), is_coordinator=meeting.rank == 0)
         whole = {k for k, value in planner.state_dict.items() if not isinstance(value, DTensor)}
@@ -125,13 +140,16 @@ def write(
             mine = _own_part(planner, owners, meeting.rank)
             results = _write_files(planner, mine, folder, prefix)
             sums = {name: checksum_of(folder / name) for name in _files(results)}
+            plain = _plain_sums(planner.state_dict)
     except Exception as caught:
         error = caught
+
+    def commit(told: Sequence[_Written]) -> str:
+        differing.extend(_differing([each.plain for each in told]))
+        return _commit(planner, told, folder, save_id)
+
     try:
-        verdict = meeting.ask(
-            _Written(mine, results, sums, format_error(error)),
-            lambda told: _commit(planner, told, folder, save_id),
-        )
+        verdict = meeting.ask(_Written(mine, results, sums, plain, format_error(error)), commit)
     except LostRanksError as lost:
         written = lost.first and _is_there(folder, save_id)
         if not lost.first:
@@ -140,6 +158,30 @@ def write(
     if verdict:
         _remove_files_of(folder, prefix, sums)
         raise SaveError(folder, verdict) from error
+    return differing
+
+
+def _plain_sums(state: Mapping[str, Any]) -> dict[str, int]:
+    """Return a checksum of dtype, shape and bytes of each tensor that is of torch's own class."""
+    sums = dict[str, int]()
+    for name, value in state.items():
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+            continue
+        kind = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode())
+        with suppress(RuntimeError, TypeError):  # of a dtype without a view of its bytes
+            data = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            sums[name] = zlib.crc32(memoryview(data.view(torch.uint8).numpy()), kind)
+    return sums
+
+
+def _differing(everyone: Sequence[Mapping[str, int]]) -> list[str]:
+    """Return the names whose checksums are not equal on the ranks that have the name."""
+    first, differing = dict[str, int](), set[str]()
+    for sums in everyone:
+        for name, found in sums.items():
+            if first.setdefault(name, found) != found:
+                differing.add(name)
+    return sorted(differing)
 
 
 def _agreed(names: Sequence[str], meeting: Meeting) -> tuple[str, dict[str, int]]:
