@@ -231,6 +231,7 @@ class _Saves:
 
     def __init__(self, fault: Fault, folder: Path) -> None:
         self.folder, self.failed = folder, list[str]()
+        self._loads = fault.kind != "two jobs"  # each rank would see what the other job has saved
         self._pending: PendingSave | None = None
         self._memory: MemoryCheckpoints | None = None
         self._steps = {*SAVED_AT, fault.settings.steps - 1}
@@ -243,7 +244,7 @@ class _Saves:
 
     def load(self, model: Any, optimizer: Any) -> tuple[int, str]:
         """Load what the job saved, if anything; return the next step, and where it was."""
-        saved = (self.folder / ".metadata").exists()
+        saved = self._loads and (self.folder / ".metadata").exists()
         if saved:
             check_checkpoint(self.folder)
         elif self._memory is None:
