@@ -264,15 +264,17 @@ def test_a_job_past_its_timeout_is_killed_and_every_stack_is_shown() -> None:
     assert str(caught.value).count("in linger") == 2
 
 
-def test_a_rank_that_dies_is_reported_with_its_signal() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_rank_that_dies_is_reported_with_its_signal(number: signal.Signals) -> None:
     def die() -> None:
         if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
 
-    with pytest.raises(RanksFailed, match="exit code -9") as caught:
+    with pytest.raises(RanksFailed, match=f"exit code -{number}") as caught:
         run_on_ranks(die, 2, fresh=True)
     assert caught.value.reports[1].outcome is Outcome.DIED
-    assert caught.value.exit_codes == {1: -signal.SIGKILL}
+    assert caught.value.exit_codes == {1: -number}
+    assert ("in die" in str(caught.value)) == (number is signal.SIGSEGV)  # after a crash, stacks
 
 
 def test_a_collective_that_one_rank_left_out_is_blamed_on_its_own_job(

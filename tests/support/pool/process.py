@@ -189,6 +189,7 @@ def _backends() -> str:
 
 def serve(start: Start, pipe: Connection) -> NoReturn:
     """Join the process group and serve jobs, until the process ends with its pipe."""
+    faulthandler.enable()  # a crash writes the stack of each thread to the log of the rank
     with open(start.stacks, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         inbox = _start_reader(pipe)
