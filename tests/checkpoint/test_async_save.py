@@ -125,23 +125,22 @@ def _failed_on_rank_1(state: dict[str, Any], folder: Path) -> PendingSave:
 
 
 @distributed(2)
-def test_plain_tensors_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
+def test_values_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
     rank = dist.get_rank()
     alike = torch.tensor([0.0, -0.0, float("nan")])
     sharded = fully_shard(build()).state_dict()
     shards = {"head": {"exp_avg": torch.full((3,), float(rank))}, "step": torch.tensor(rank)}
     others = {"alike": alike, "empty": alike[:0], "bool": alike > 1, "complex": alike + 1j}
-    sizes = {f"uneven.{n}": torch.zeros(2 + rank) for n in range(3)}
+    others |= {"list": [1, "text", None, float("nan")], "loader": {"epoch": 1, "batch": rank}}
+    sizes = {f"uneven.{n}": torch.zeros(2 + rank) for n in range(2)}
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         async_save({"model": sharded, "state": shards, **others, **sizes}, tmp_path).result()
         for thread in threading.enumerate():
             if thread.name == "fullshard async_save":
                 thread.join()
-    names = "state.head.exp_avg, state.step, uneven.0, uneven.1 and 1 more"
-    assert [f"of {names}, which are plain" in str(each.message) for each in found] == [True] * (
-        rank == 0
-    )
+    names = "loader.batch, state.head.exp_avg, state.step, uneven.0 and 1 more"
+    assert [f"of {names}, and the" in str(each.message) for each in found] == [True] * (rank == 0)
 
 
 @distributed(2)

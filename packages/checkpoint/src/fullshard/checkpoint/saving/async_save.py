@@ -53,7 +53,7 @@ class PendingSave(Future[Path]):
         return error
 
 
-_NAMED = 4  # tensors of a warning
+_NAMED = 4  # entries of a warning
 _alone: list[PendingSave] = []
 _latest: weakref.WeakKeyDictionary[dist.ProcessGroup, list[PendingSave]] = (
     weakref.WeakKeyDictionary()
@@ -72,8 +72,8 @@ def async_save(
     writes the format of ``torch.distributed.checkpoint``, whose ``load`` reads it onto any mesh.
     Killed at any moment, it leaves a whole checkpoint in ``folder``, the old one or the new one. A
     second save waits, before it copies, until the first one is written. Tensors are neither
-    gathered nor sent. Of a tensor that is no ``DTensor`` one rank's values are written; a warning
-    on the first rank names the tensors of which ranks have different values.
+    gathered nor sent. Of an entry that is no ``DTensor`` one rank's value is written; a warning
+    on the first rank names tensors, numbers and texts of which ranks have different values.
 
     Args:
         state_dict: what ``torch.distributed.checkpoint.save`` takes; ``get_state_dict`` gives it.
@@ -147,8 +147,8 @@ class _Save:
             more = len(differing) - _NAMED
             named = ", ".join(differing[:_NAMED]) + (f" and {more} more" if more > 0 else "")
             warnings.warn(
-                f"ranks have different values of {named}, which are plain tensors: the checkpoint "
-                "has those of one rank. If each rank needs its own, save a DTensor (as for state "
-                "of an optimizer that steps on shards), or give the entries a name for each rank",
+                f"ranks have different values of {named}, and the checkpoint has those of one "
+                "rank. If each rank needs its own, save a DTensor (as for the state of an "
+                "optimizer that steps on shards), or give the entries a name for each rank",
                 stacklevel=2,
             )

@@ -90,7 +90,7 @@ class _Written:
         plan: its part of the plan.
         results: the file of each part.
         sums: checksums of its files.
-        plain: checksums of its tensors that are no ``DTensor``, written by it or not.
+        plain: checksums of its values that are no ``DTensor``, written by it or not.
         error: what went wrong.
     """
 
@@ -116,8 +116,8 @@ def write(
         error: what this rank found wrong before.
 
     Returns:
-        On the first rank, the names of the tensors of which ranks have different values, and the
-        checkpoint those of one rank.
+        On the first rank, the names of the entries of which ranks have different values, and the
+        checkpoint that of one rank.
 
     Raises:
         SaveError: on every rank, if any of them failed, or was lost.
@@ -162,9 +162,14 @@ def write(
 
 
 def _plain_sums(state: Mapping[str, Any]) -> dict[str, int]:
-    """Return a checksum of dtype, shape and bytes of each tensor that is of torch's own class."""
+    """Return a checksum of each value that can be compared between ranks.
+
+    These are tensors of torch's own class, with dtype and shape, and numbers and texts.
+    """
     sums = dict[str, int]()
     for name, value in state.items():
+        if isinstance(value, (int, float, complex, str, bytes)):
+            sums[name] = zlib.crc32(repr(value).encode())
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
             continue
         kind = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode())
