@@ -48,15 +48,19 @@ def test_each_call_for_a_state_dict_is_timed_on_both_sides(
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("option", [[], ["--no-shared-memory"]], ids=["shared", "not"])
 def test_all_sides_of_state_in_files_are_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--model", "gpt-tiny", "--turns", "1", "--folder", str(tmp_path)]
+    given = ["--model", "gpt-tiny", "--turns", "1", "--folder", str(tmp_path), *option]
     assert main(["state-files", *given, "--micro-batches", "2", "--disk-mb-s", "500"]) == 0
     text = capsys.readouterr().out
     rows = re.findall(r"(?m)^\| gpt-tiny \| (\w+) \| ([\d.]+) \|", text)
     assert [side for side, _ in rows] == ["none", "memory", "beside", "files", "all"]
     assert all(float(milliseconds) >= 0 for _, milliseconds in rows)
+    shared = [row.split(" | ")[7] for row in re.findall(r"(?m)^\| gpt-tiny .*$", text)]
+    assert [float(mib) > 0 for mib in shared] == [not option] * len(rows)
+    assert ("2 ranks without shared memory" in text) == bool(option)
     for bar in (
         "the larger of computing and I/O",
         "forward and backward alone",

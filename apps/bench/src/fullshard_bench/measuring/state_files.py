@@ -25,6 +25,7 @@ import torch.multiprocessing as multiprocessing
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm import set_shared_memory
 from fullshard.optim import FileTier, OffloadedOptimizer, OverlappedStep
 from fullshard.policies import FileOffloadPolicy, OffloadPolicy
 from fullshard.sharding import Offload, fully_shard
@@ -60,6 +61,7 @@ class StateFiles:
         tier: where and how state is kept.
         disk_mb_s: MB per second that all ranks together may read and write; 0: as the disk can.
         resident_mb: MiB of parameters and gradients in memory where all is in files.
+        shared_memory: whether the ranks share memory for full parameters.
     """
 
     ranks: int
@@ -69,6 +71,7 @@ class StateFiles:
     tier: FileTier
     disk_mb_s: float
     resident_mb: float
+    shared_memory: bool
 
 
 def add_state_files(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +87,12 @@ def add_state_files(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--resident-mb", type=float, default=16, help="of parameters and gradients in files"
+    )
+    parser.add_argument(
+        "--no-shared-memory",
+        dest="shared_memory",
+        action="store_false",
+        help="as ranks of several hosts: full parameters are in memory of each rank",
     )
     parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure")
     parser.add_argument("--output", type=Path, help="a JSON file, and the table beside it")
@@ -107,6 +116,7 @@ def state_files_of(options: argparse.Namespace) -> StateFiles:
         tier=tier,
         disk_mb_s=options.disk_mb_s,
         resident_mb=options.resident_mb,
+        shared_memory=options.shared_memory,
     )
 
 
@@ -139,6 +149,7 @@ def measure_state_files(models: Sequence[str], asked: StateFiles) -> dict[str, A
         "disk_mb_s": asked.disk_mb_s,
         "bucket_mb": asked.tier.bucket_mb,
         "resident_mb": asked.resident_mb,
+        "shared_memory": asked.shared_memory,
         "machine": describe_machine(),
         "versions": describe_versions(),
         "models": found,
@@ -154,7 +165,8 @@ def table_of_state_files(result: dict[str, Any]) -> str:
     """Return a table of what ``measure_state_files`` found, in Markdown."""
     machine, disk = result["machine"], result["disk_mb_s"]
     rows = [
-        f"{result['ranks']} ranks, {machine['cpu']}, {machine['cores']} cores, torch "
+        f"{result['ranks']} ranks{'' if result['shared_memory'] else ' without shared memory'}, "
+        f"{machine['cpu']}, {machine['cores']} cores, torch "
         f"{result['versions']['torch']}; {result['micro_batches']} micro-batches of "
         f"{result['tokens']} tokens; buckets of {result['bucket_mb']:g} MiB; "
         + (f"reads and writes held to {disk:g} MB/s for all ranks" if disk else "disk as it is")
@@ -224,6 +236,7 @@ def _run_rank(rank: int, asked: StateFiles, model: str, side: str, results: str)
     torch.set_num_threads(1)
     store = dist.FileStore(f"{results}/store", asked.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=asked.ranks)
+    set_shared_memory(asked.shared_memory)
     if asked.disk_mb_s:
         _hold_disk_to(asked.disk_mb_s * 1e6 / asked.ranks)
     start, kinds = _resident("VmRSS"), _Peaks()
