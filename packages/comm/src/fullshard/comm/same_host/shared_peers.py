@@ -8,21 +8,20 @@ through the pipes.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.process_watch import host_identity
 from fullshard.comm.same_host.shared_signals import Peer, SharedMemoryError
 
 __all__ = ["connect", "global_ranks"]
 
-_MOST_BYTES = 1024  # of a text that ranks exchange, and 64 for each rank
+_T = TypeVar("_T")
 
 
 def connect(process_group: dist.ProcessGroup) -> dict[int, Peer]:
@@ -45,7 +44,7 @@ def connect(process_group: dist.ProcessGroup) -> dict[int, Peer]:
                 record.pipes[other] = (end, os.fstat(end).st_ino)
         except OSError as error:
             record.problem = f"rank {ranks[rank]} cannot make its pipes: {error}"
-        records = [_Record.loads(each) for each in _exchange(record.dumps(), process_group)]
+        records = _exchange(record, process_group)
         _raise_alike([*(each.problem for each in records), _not_one_host(records, ranks)])
         problem = ""
         for other in others:
@@ -73,16 +72,6 @@ class _Record:
     process: int
     pipes: dict[int, tuple[int, int]] = field(default_factory=dict)
     problem: str = ""
-
-    def dumps(self) -> str:
-        """The record as text."""
-        return json.dumps([self.host, self.process, list(self.pipes.items()), self.problem])
-
-    @classmethod
-    def loads(cls, text: str) -> _Record:
-        """The record that was this text."""
-        host, process, pipes, problem = json.loads(text)
-        return cls(host, process, {to: (fd, inode) for to, (fd, inode) in pipes}, problem)
 
 
 def global_ranks(process_group: dist.ProcessGroup) -> Sequence[int]:
@@ -120,14 +109,9 @@ def _open(process: int, fd: int, inode: int) -> int:
     return mine
 
 
-def _exchange(text: str, process_group: dist.ProcessGroup) -> list[str]:
-    """Every rank's text, in rank order: one gather of the process group itself."""
-    size, nbytes = process_group.size(), _MOST_BYTES + 64 * process_group.size()
-    encoded = text.encode()[:nbytes].ljust(nbytes)
-    with torch.inference_mode(False):
-        mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        everyones = torch.empty(size * nbytes, dtype=torch.uint8)
-        compat.gather_into(everyones, mine, process_group, False)
-    return [
-        bytes(each.tolist()).decode(errors="replace").rstrip() for each in everyones.chunk(size)
-    ]
+def _exchange(mine: _T, process_group: dist.ProcessGroup) -> list[_T]:
+    """Return the objects of all ranks, in rank order: gathers of the process group itself."""
+    everyones = [mine] * process_group.size()
+    with torch.inference_mode(False):  # gloo's threads write to the tensors
+        dist.all_gather_object(everyones, mine, process_group)
+    return everyones
