@@ -97,14 +97,14 @@ class SharedMemoryTransport(Transport):
         """
         world_size = process_group.size()
         _check_tensors(output, input, input.numel(), world_size * output.numel())
-        name = check_reduction(op, input.dtype)
+        check_reduction(op, input.dtype)
         if world_size == 1:
             return SelfTransport().reduce_scatter(output, input, process_group, op, async_op)
         if input.numel() == 0:
             return None
         group = shared_group(process_group)
         given = Packed(input, output.numel(), group.rank)
-        return _awaited(reduced(group, lambda: output, given, op, name), async_op)
+        return _awaited(reduced(group, lambda: output, given, op), async_op)
 
     def parts_reducer(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
@@ -129,9 +129,8 @@ class SharedMemoryTransport(Transport):
             SharedMemoryError: as ``all_gather``.
             PeerLostError: as ``all_gather``.
         """
-        name = check_reduction(op, contribution.dtype)
-        group = shared_group(process_group)
-        return reduced(group, allocate, contribution, op, name)
+        check_reduction(op, contribution.dtype)
+        return reduced(shared_group(process_group), allocate, contribution, op)
 
     def all_reduce(
         self,
@@ -153,12 +152,12 @@ class SharedMemoryTransport(Transport):
             PeerLostError: as ``all_gather``.
         """
         _check_tensor("tensor", tensor)
-        name = check_reduction(op, tensor.dtype)
+        check_reduction(op, tensor.dtype)
         if process_group.size() == 1 or tensor.numel() == 0:
             return None
         group = shared_group(process_group)
         unit = group.world_size * tensor.element_size()
-        make = partial(all_reduction, group, tensor.detach().view(-1), op, name)
+        make = partial(all_reduction, group, tensor.detach().view(-1), op)
         return _awaited(launched(group, tensor.numel(), unit, make), async_op)
 
     def exchange(

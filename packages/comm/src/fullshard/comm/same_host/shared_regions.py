@@ -16,16 +16,16 @@ import functools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.layouts.scaling import ReduceOp
+from fullshard.comm.layouts.scaling import ReduceOp, op_name
 from fullshard.comm.same_host.shared_collective import SharedCollective
 from fullshard.comm.same_host.shared_group import SharedGroup
 from fullshard.comm.same_host.shared_segment import aligned
 from fullshard.comm.same_host.shared_signals import SPANS, MessageKind, Peer
+from fullshard.comm.transports.contribution import Contribution
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
 from fullshard.comm.transports.spans import Rows, Span
 
@@ -122,38 +122,6 @@ def gather(
     )
 
 
-class _Parts(Protocol):
-    """One rank's input of a reduction, or of a span of it."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which it is reduced."""
-        raise NotImplementedError
-
-    @property
-    def numel(self) -> int:
-        """How many numbers one rank's part is."""
-        raise NotImplementedError
-
-    def write(self, buffer: torch.Tensor, ranks: range) -> None:
-        """Fill ``buffer``, ``[len(ranks) * n]``, with the parts for these ranks."""
-        raise NotImplementedError
-
-    def reduce(
-        self, others: Sequence[torch.Tensor | None], output: torch.Tensor, op: ReduceOp
-    ) -> None:
-        """Reduce the others' parts, by rank, and its own, where None is, into ``output``."""
-        raise NotImplementedError
-
-
-class _WholeParts(_Parts, Protocol):
-    """One rank's input of a whole reduction, such as a ``Contribution``."""
-
-    def span(self, start: int, numel: int) -> Span:
-        """Return what it gives to the ``numel`` numbers from ``start`` on of every part."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True, slots=True)
 class Packed:
     """Parts one after another in ``[world * n]``."""
@@ -191,9 +159,8 @@ class Packed:
 def reduced(
     group: SharedGroup,
     allocate: Callable[[], torch.Tensor],
-    given: _WholeParts,
+    given: Contribution | Packed,
     op: ReduceOp,
-    name: str,
 ) -> dist.Work:
     """Launch a reduction; see [Note: spans].
 
@@ -202,17 +169,16 @@ def reduced(
         allocate: returns memory for this rank's part of the result; called once, when all ranks'
             parts, or those of a span, are there.
         given: what this rank gives.
-        op: the reduction.
-        name: its name; all ranks must launch a reduction with equal name and dtype.
+        op: the reduction; all ranks must launch the same in one dtype.
     """
     result = functools.cache(allocate)
 
     def make(start: int, numel: int) -> SharedCollective:
         if numel == given.numel:
-            return _reduction(group, allocate, given, op, name)
+            return _reduction(group, allocate, given, op)
         part = given.span(start, numel)
         memory = functools.partial(_part_of, result, start, numel)
-        return _reduction(group, memory, part, op, name)
+        return _reduction(group, memory, part, op)
 
     unit = group.world_size * (group.world_size - 1) * given.dtype.itemsize
     return launched(group, given.numel, unit, make)
@@ -225,9 +191,8 @@ def _part_of(result: Callable[[], torch.Tensor], start: int, numel: int) -> torc
 def _reduction(
     group: SharedGroup,
     allocate: Callable[[], torch.Tensor],
-    given: _Parts,
+    given: Contribution | Packed | Span,
     op: ReduceOp,
-    name: str,
 ) -> SharedCollective:
     """Return a reduction: a region with a part of each rank for every other, in rank order."""
     rank, others, dtype = group.rank, group.world_size - 1, given.dtype
@@ -258,7 +223,7 @@ def _reduction(
     return SharedCollective(
         kind=MessageKind.REDUCE,
         nbytes=nbytes,
-        detail=zlib.crc32(f"{dtype} {name}".encode()),
+        detail=zlib.crc32(f"{dtype} {op_name(op)}".encode()),
         region=(others + 1) * room,
         write=write,
         read=read,
@@ -266,7 +231,7 @@ def _reduction(
 
 
 def all_reduction(
-    group: SharedGroup, tensor: torch.Tensor, op: ReduceOp, name: str, start: int, numel: int
+    group: SharedGroup, tensor: torch.Tensor, op: ReduceOp, start: int, numel: int
 ) -> SharedCollective:
     """Return an all-reduce of a span: a region of a part per rank; each rank reduces all."""
     flat = tensor.narrow(0, start, numel)
@@ -284,7 +249,7 @@ def all_reduction(
     return SharedCollective(
         kind=MessageKind.ALL_REDUCE,
         nbytes=nbytes,
-        detail=zlib.crc32(f"{dtype} {name}".encode()),
+        detail=zlib.crc32(f"{dtype} {op_name(op)}".encode()),
         region=group.world_size * nbytes,
         write=write,
         read=read,
