@@ -7,6 +7,7 @@ and how long a rank waits. Refuses: knowing the content of the memory that messa
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from fullshard.comm.debug.desync import CollectiveMismatchError
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.observer import TIMELINES, Mark, mark
-from fullshard.comm.same_host.shared_collective import SharedCollective, mismatch
+from fullshard.comm.same_host.shared_collective import Pending, SharedCollective, mismatch
 from fullshard.comm.same_host.shared_peers import connect, global_ranks
 from fullshard.comm.same_host.shared_signals import (
     FORMAT,
@@ -38,12 +39,14 @@ class Channel:
         ranks: all ranks' in the default process group.
         peers: the other ranks, by rank in the process group; none after a failure.
         numbered: messages numbered so far; ranks at the same collective have equal numbers.
+        pending: the collectives that this rank has not ended, in order of their numbers; none after
+            a failure.
         told_left: how many collectives the others know this rank to have left.
         failure: why no more is sent; empty while messages go.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, at_end: Callable[[], None]) -> None:
-        """Find the other ranks: a collective call. ``at_end`` is called at a failure.
+    def __init__(self, process_group: dist.ProcessGroup, pending: deque[Pending]) -> None:
+        """Find the other ranks: a collective call. ``pending`` belongs to the caller.
 
         Raises:
             SharedMemoryError: on all ranks, if they are not processes of one host.
@@ -51,13 +54,18 @@ class Channel:
         self.rank = process_group.rank()
         self.ranks = global_ranks(process_group)
         self.peers: dict[int, Peer] = connect(process_group)
+        self.pending = pending
         self.numbered = 0
         self.told_left = 0
         self.failure = ""
-        self._at_end = at_end
         self._close = weakref.finalize(self, _close, self.peers)
         self._process_group = weakref.ref(process_group)
         self._patience = timedelta(0)
+
+    @property
+    def left(self) -> int:
+        """How many collectives this rank has left, in order of their numbers."""
+        return self.pending[0].number if self.pending else self.numbered
 
     def next_number(self) -> int:
         """The number of the next message of every rank."""
@@ -65,10 +73,10 @@ class Channel:
         self.numbered += 1
         return number
 
-    def send(self, kind: MessageKind, left: int, value: int = 0, detail: int = 0) -> None:
-        """Tell all others something."""
-        self.told_left = left
-        packed = FORMAT.pack(kind, left, value, detail)
+    def send(self, kind: MessageKind, value: int = 0, detail: int = 0) -> None:
+        """Send a message to all other ranks; it also says how many collectives this rank left."""
+        self.told_left = self.left
+        packed = FORMAT.pack(kind, self.told_left, value, detail)
         for peer in self.peers.values():
             peer.send(packed)
 
@@ -141,7 +149,7 @@ class Channel:
         for peer in self.peers.values():
             peer.send(packed)
         self._close()
-        self._at_end()
+        self.pending.clear()
         raise error
 
 

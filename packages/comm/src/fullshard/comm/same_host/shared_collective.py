@@ -14,7 +14,7 @@ import torch
 from fullshard.comm.debug.desync import CollectiveMismatchError
 from fullshard.comm.same_host.shared_signals import Message, MessageKind
 
-__all__ = ["SharedCollective", "gather_in_place", "mismatch"]
+__all__ = ["Pending", "SharedCollective", "gather_in_place", "mismatch"]
 
 _NAMES: dict[int, str] = {
     MessageKind.GATHER: "a gather",
@@ -47,6 +47,14 @@ class SharedCollective:
         """Whether the sender of ``message`` has called an equal collective."""
         theirs = (message.kind, message.value, message.detail)
         return theirs == (self.kind, self.nbytes, self.detail)
+
+
+@dataclass(eq=False)
+class Pending:
+    """A collective that was launched; ``open`` is None once it has ended, with its inputs."""
+
+    number: int
+    open: tuple[SharedCollective, torch.Tensor] | None
 
 
 def gather_in_place(

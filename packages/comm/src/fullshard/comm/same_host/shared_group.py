@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -24,7 +23,12 @@ import torch.distributed as dist
 from fullshard.comm.debug.debug import DEBUGGED, is_debugging
 from fullshard.comm.runtime.compat import without_grad
 from fullshard.comm.same_host.shared_channel import Channel, NotHalfway
-from fullshard.comm.same_host.shared_collective import SharedCollective, gather_in_place, mismatch
+from fullshard.comm.same_host.shared_collective import (
+    Pending,
+    SharedCollective,
+    gather_in_place,
+    mismatch,
+)
 from fullshard.comm.same_host.shared_frames import Frame, Frames
 from fullshard.comm.same_host.shared_mapping import map_together
 from fullshard.comm.same_host.shared_pages import Shown, Window, whole_pages
@@ -69,18 +73,10 @@ def known_group(process_group: dist.ProcessGroup) -> SharedGroup | None:
     return group if isinstance(group := GROUPS.get(process_group), SharedGroup) else None
 
 
-@dataclass(eq=False)
-class _Pending:
-    """A collective that was launched; ``open`` is None once it has ended, with its inputs."""
-
-    number: int
-    open: tuple[SharedCollective, torch.Tensor] | None
-
-
 class SharedWork(dist.Work):
     """The handle of a collective in shared memory; ``wait()`` ends it."""
 
-    def __init__(self, group: SharedGroup, pending: _Pending) -> None:
+    def __init__(self, group: SharedGroup, pending: Pending) -> None:
         super().__init__()
         self._group, self._pending = group, pending
 
@@ -180,8 +176,8 @@ class SharedGroup:
         self.rank = process_group.rank()
         self.world_size = process_group.size()
         self.launched = self.spans = 0
-        self._pending: deque[_Pending] = deque()
-        self.channel = Channel(process_group, self._pending.clear)
+        self._pending: deque[Pending] = deque()
+        self.channel = Channel(process_group, self._pending)
         self.not_halfway = NotHalfway(self.channel)
         self._lock = threading.RLock()
         self._segment = torch.empty(0, dtype=torch.uint8)
@@ -222,20 +218,20 @@ class SharedGroup:
 
     def _begun(self, number: int, collective: SharedCollective, region: torch.Tensor) -> SharedWork:
         collective.write(region)
-        pending = _Pending(number, (collective, region))
+        pending = Pending(number, (collective, region))
         self._pending.append(pending)
-        self.channel.send(collective.kind, self.left, collective.nbytes, collective.detail)
+        self.channel.send(collective.kind, collective.nbytes, collective.detail)
         self.launched += 1
         return SharedWork(self, pending)
 
-    def is_ready(self, pending: _Pending) -> bool:
+    def is_ready(self, pending: Pending) -> bool:
         """Whether ``finish`` would not wait."""
         with self._lock:
             over, peers = pending.open is None or self.channel.failure, self.channel.peers.values()
             return bool(over) or all(peer.has_message(pending.number) for peer in peers)
 
     @without_grad
-    def finish(self, pending: _Pending, timeout: float | None = None) -> None:
+    def finish(self, pending: Pending, timeout: float | None = None) -> None:
         """Read the result of a collective; nothing if that was done.
 
         Raises:
@@ -281,7 +277,7 @@ class SharedGroup:
                 collective = gather_in_place(nbytes, number)
                 offer = partial(self.frames.offer, nbytes)
                 try:
-                    return map_together(self.channel, offer, take, collective, self.left)
+                    return map_together(self.channel, offer, take, collective)
                 except NoRoomError:
                     self.frames.refused += 1
                     raise
@@ -337,14 +333,9 @@ class SharedGroup:
 
     def _say_left(self, frame: Frame) -> None:
         frame.turns.left = frame.turns.taken
-        self.channel.send(MessageKind.BUFFER_LEFT, self.left, frame.file.inode, frame.turns.taken)
+        self.channel.send(MessageKind.BUFFER_LEFT, frame.file.inode, frame.turns.taken)
 
     # -- room -------------------------------------------------------------------------------------
-
-    @property
-    def left(self) -> int:
-        """How many collectives this rank has left, in order of their numbers."""
-        return self._pending[0].number if self._pending else self.channel.numbered
 
     def _make_room(self, size: int) -> None:
         """Return once the next region of ``size`` bytes may be written.
@@ -362,13 +353,13 @@ class SharedGroup:
 
     def _left_by_all(self) -> int:
         """How many collectives every rank is known to have left."""
-        return min([self.left, *(peer.left for peer in self.channel.peers.values())])
+        return min([self.channel.left, *(peer.left for peer in self.channel.peers.values())])
 
     def _leave(self, number: int) -> None:
         """Return once every rank has left collective ``number``, this one first."""
         self._finish_up_to(number)
-        if self.left > self.channel.told_left:
-            self.channel.send(MessageKind.LEFT, self.left)
+        if self.channel.left > self.channel.told_left:
+            self.channel.send(MessageKind.LEFT)
         self.channel.wait(lambda peer: peer.has_left(number + 1))
 
     def _take_results(self) -> None:
@@ -394,7 +385,7 @@ class SharedGroup:
     def _grow(self, nbytes: int, collective: SharedCollective) -> None:
         """Map a segment of ``nbytes`` at least, in place of the present one."""
         make = partial(SegmentFile.make, whole_pages(nbytes))
-        segment = map_together(self.channel, make, map_segment, collective, self.left)
+        segment = map_together(self.channel, make, map_segment, collective)
         while self._pending:  # every rank is here, so it has written its part of them
             self.finish(self._pending[0])
         self._segment, self._ring = segment, Ring(segment.numel())

@@ -26,7 +26,6 @@ def map_together(
     offer: Callable[[], SegmentFile],
     take: Callable[[SegmentFile], _T],
     collective: SharedCollective,
-    left: int,
 ) -> _T:
     """Return the result of ``take`` for the segment that the first rank offers. A collective.
 
@@ -35,14 +34,13 @@ def map_together(
         offer: gives the segment; called on the first rank. Its descriptor is closed after all.
         take: maps it; called on every rank.
         collective: the collective for which it is wanted, to be named in errors.
-        left: how many collectives this rank has left.
 
     Raises:
         NoRoomError: on all ranks, if there is not enough memory on one; nothing has changed then.
         PeerLostError: if a rank has ended, or does not come in time.
         CollectiveMismatchError: if a rank called a different collective.
     """
-    file, problem = _offered(channel, offer, collective, left)
+    file, problem = _offered(channel, offer, collective)
     taken: list[_T] = []
     try:
         if file is not None:
@@ -50,7 +48,7 @@ def map_together(
     except OSError as error:
         problem = error.errno or errno.EIO
     try:
-        problems = _problems(channel, problem, collective, left)
+        problems = _problems(channel, problem, collective)
     finally:
         if file is not None:
             file.close()  # every rank has opened it, or will not open it
@@ -65,7 +63,7 @@ def map_together(
 
 
 def _offered(
-    channel: Channel, offer: Callable[[], SegmentFile], collective: SharedCollective, left: int
+    channel: Channel, offer: Callable[[], SegmentFile], collective: SharedCollective
 ) -> tuple[SegmentFile | None, int]:
     """The segment that the first rank offers, or the number of the error why there is none."""
     made: SegmentFile | None = None
@@ -77,9 +75,9 @@ def _offered(
             problem = error.errno or errno.EIO
     number = channel.next_number()
     if problem:
-        channel.send(MessageKind.REFUSED, left, problem)
+        channel.send(MessageKind.REFUSED, problem)
     else:
-        channel.send(MessageKind.OFFER, left, *((made.fd, made.inode) if made is not None else ()))
+        channel.send(MessageKind.OFFER, *((made.fd, made.inode) if made is not None else ()))
     heard = channel.receive(number)
     for peer, message in heard.items():
         channel.expect((MessageKind.OFFER, MessageKind.REFUSED), peer, message, collective)
@@ -96,12 +94,10 @@ def _offered(
         return None, error.errno or errno.EIO
 
 
-def _problems(
-    channel: Channel, mine: int, collective: SharedCollective, left: int
-) -> dict[int, int]:
+def _problems(channel: Channel, mine: int, collective: SharedCollective) -> dict[int, int]:
     """Return the error number that prevented the mapping of the new segment, or 0, per rank."""
     number = channel.next_number()
-    channel.send(MessageKind.MAPPED, left, mine)
+    channel.send(MessageKind.MAPPED, mine)
     problems = {channel.ranks[channel.rank]: mine}
     for peer, message in channel.receive(number).items():
         channel.expect((MessageKind.MAPPED,), peer, message, collective)

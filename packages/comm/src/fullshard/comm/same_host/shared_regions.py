@@ -84,7 +84,7 @@ def _in_spans(
                     spans[ahead].write(slot(region, ahead))
                 span.read(slot(region, number))
                 group.spans += 1
-                group.channel.send(MessageKind.BUFFER_LEFT, group.left, SPANS, group.spans)
+                group.channel.send(MessageKind.BUFFER_LEFT, SPANS, group.spans)
 
     return replace(whole, region=slots * room, write=write, read=read)
 
