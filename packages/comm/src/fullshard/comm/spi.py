@@ -11,8 +11,6 @@ from fullshard.comm.collectives.coalescing import (
     configs_coalesce,
 )
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
-from fullshard.comm.collectives.launching import emit_launch
-from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.collectives.reduce import ReducePlan, take_input
 from fullshard.comm.collectives.replicas import AllReduceInFlight, SecondReduceInFlight
 from fullshard.comm.debug.calls import Call
@@ -50,6 +48,7 @@ from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.required import require
 from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.runtime.works import SeveralWorks
+from fullshard.comm.same_host.lost_ranks import raise_located
 from fullshard.comm.same_host.same_host import AutomaticTransport, shares_memory
 from fullshard.comm.same_host.shared_buffers import (
     SharedGatherInFlight,
@@ -105,7 +104,6 @@ __all__ = [
     "coalescing_pays",
     "configs_coalesce",
     "emit",
-    "emit_launch",
     "exchange",
     "finish_threads_at_exit",
     "foreach_all_gather_in_place",

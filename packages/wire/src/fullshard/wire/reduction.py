@@ -32,7 +32,6 @@ from fullshard.comm.spi import (
     all_to_all,
     check_layout,
     check_unpoisoned,
-    emit_launch,
     is_debugging,
     is_profiled,
     named_range,
@@ -101,7 +100,7 @@ class WidenedReducePlan(ReducePlan):
             gradients.clear()
             if LISTENERS:
                 nbytes = packed.tensor.nbytes
-                emit_launch(config, EventKind.REDUCE_SCATTER, nbytes, nbytes)
+                config.emit_launch(nbytes, nbytes)
             flight = ReduceInFlight(self, packed, streams.record())
             with streams.use(streams.reduce):
                 streams.reduce.wait_event(flight.event)

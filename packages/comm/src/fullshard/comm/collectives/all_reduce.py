@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.debug.debug import check_collective
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.carriers import carrier_of
 from fullshard.comm.runtime.observer import TIMELINES, EventKind, Mark, emit, mark
+from fullshard.comm.same_host.lost_ranks import raise_located
 from fullshard.comm.same_host.same_host import AutomaticTransport, shares_memory
 
 __all__ = ["all_reduce_numbers"]

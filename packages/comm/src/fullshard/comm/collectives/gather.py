@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer
-from fullshard.comm.collectives.launching import emit_launch, wait_for
-from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.coded import by_holder, coded_in
@@ -26,6 +24,7 @@ from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
+from fullshard.comm.same_host.lost_ranks import raise_located, wait_for
 from fullshard.comm.transports.collective import EPOCH, Route
 from fullshard.comm.transports.config import GatherConfig
 from fullshard.comm.transports.first_ranks import for_first_ranks
@@ -176,7 +175,7 @@ class OwnShards:
                 packed = streams.record(streams.copy_in)
             output = buffer.tensor
             if LISTENERS:
-                emit_launch(config, EventKind.ALL_GATHER, buffer.slice.nbytes, output.nbytes)
+                config.emit_launch(buffer.slice.nbytes, output.nbytes)
             with streams.use(streams.gather):
                 streams.gather.wait_event(packed)
                 try:

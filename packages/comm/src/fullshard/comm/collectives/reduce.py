@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer, allocate_from
 from fullshard.comm.buffers.packing import pack_gradients
-from fullshard.comm.collectives.launching import emit_launch, wait_for
-from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.debug.debug import DEBUGGED, check_layout, is_debugging
 from fullshard.comm.debug.poison import check_unpoisoned
 from fullshard.comm.layouts import checks, views
@@ -28,6 +26,7 @@ from fullshard.comm.runtime.observer import LISTENERS, EventKind
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.runtime.works import SeveralWorks, is_over
+from fullshard.comm.same_host.lost_ranks import raise_located, wait_for
 from fullshard.comm.transports.collective import EPOCH, Route, require_work
 from fullshard.comm.transports.config import ReduceConfig
 from fullshard.comm.transports.contribution import Contribution, PartsReducer
@@ -195,9 +194,7 @@ class ReducePlan:
             pack_gradients(packed, gradients, config.scaling)
             gradients.clear()
             if LISTENERS:
-                emit_launch(
-                    config, EventKind.REDUCE_SCATTER, packed.tensor.nbytes, packed.tensor.nbytes
-                )
+                config.emit_launch(packed.tensor.nbytes, packed.tensor.nbytes)
             flight = ReduceInFlight(self, packed, streams.record())
             given, work = packed.tensor, None
             with streams.use(streams.reduce):
@@ -246,7 +243,7 @@ class ReducePlan:
             require_work(reducer, flight.work)
         if LISTENERS:
             nbytes = layout.buffer.slice_nbytes * layout.world_size
-            emit_launch(config, EventKind.REDUCE_SCATTER, nbytes, nbytes)
+            config.emit_launch(nbytes, nbytes)
         return flight
 
     def shards_in(self, output: torch.Tensor) -> ReducedShards:

@@ -24,13 +24,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.collectives.launching import wait_for
-from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight, ReducePlan
 from fullshard.comm.debug.debug import check_layout
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime.compat import without_grad
 from fullshard.comm.runtime.observer import EventKind, emit
+from fullshard.comm.same_host.lost_ranks import raise_located, wait_for
 from fullshard.comm.same_host.same_host import AutomaticTransport
 
 __all__ = ["AllReduceInFlight", "SecondReduceInFlight", "all_reduce_shards"]

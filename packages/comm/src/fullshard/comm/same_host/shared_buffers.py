@@ -18,9 +18,9 @@ from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.observer import LISTENERS, TIMELINES, EventKind, Mark, emit, mark
+from fullshard.comm.runtime.observer import LISTENERS, EventKind
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
-from fullshard.comm.same_host.shared_signals import PeerLostError
+from fullshard.comm.same_host.lost_ranks import raise_located, wait_for
 from fullshard.comm.transports.config import GatherConfig
 from fullshard.comm.transports.transport import GatherBuffer
 
@@ -63,19 +63,6 @@ class SharedTensors:
         ]
         self._filled = [index for index, own in enumerate(self.own) if own.numel()]
         self._targets = [self.own[index] for index in self._filled]
-        self._checked: tuple[torch.Tensor, ...] | None = None
-
-    def check(self, shards: Sequence[torch.Tensor], config: GatherConfig) -> None:
-        """Look at shards that are to be written; once, at the same tuple as before.
-
-        Raises:
-            ValueError: if they do not fit the layout or the device.
-        """
-        if shards is self._checked:
-            return
-        rank = config.process_group.rank()
-        checks.check_shards(shards, self.layout, config.device, rank, config.name)
-        self._checked = shards if isinstance(shards, tuple) else None
 
     def write(self, shards: Sequence[torch.Tensor]) -> None:
         """Put this rank's shards in their places; a dtype other than the full tensor's is cast."""
@@ -89,25 +76,16 @@ class SharedGatherInFlight:
     Attributes:
         full: what it fills.
         work: the handle of the collective.
-        name: whose tensors, for messages.
+        config: what it was issued with.
     """
 
     full: SharedTensors
     work: dist.Work
-    name: str
+    config: GatherConfig
 
     def wait(self) -> None:
         """Block until every rank's part is there. May be called again."""
-        if TIMELINES:
-            mark(Mark.WAIT_GATHER, self.name)
-        try:
-            self.work.wait()
-        except PeerLostError as error:
-            error.say_where("gather", self.name)
-            raise
-        finally:
-            if TIMELINES:
-                mark(Mark.WAIT_ENDED)
+        wait_for(self.config, self.work)
 
     def discard(self) -> None:
         """Wait for a gather whose result is not needed, and leave the buffer."""
@@ -124,27 +102,21 @@ def foreach_all_gather_in_place(
     ``full.buffer.leave()`` before the next gather.
 
     Args:
-        shards: this rank's shard of each tensor, ``layout.specs[i].shard_shape(rank)``, any dtype.
+        shards: ``OwnShards.tensors``: this rank's shard of each tensor, of any dtype.
         full: what to fill.
         config: ranks, device and name; the buffer takes the part of its collective and its buffers.
 
     Raises:
-        ValueError: if shards do not fit the layout or the device.
         CollectiveMismatchError: if the ranks did not come to the same collective: here in debug
             mode, and otherwise in the wait.
     """
-    full.check(shards, config)
     if DEBUGGED:
         check_layout(EventKind.ALL_GATHER, config.name, full.layout, config.process_group)
     if LISTENERS:
-        rank = config.process_group.rank()
-        written = sum(own.nbytes for own in full.own)
-        emit(EventKind.COPY_IN, config.name, rank=rank, nbytes=written, stream="copy_in")
-        emit(EventKind.ALL_GATHER, config.name, rank=rank, nbytes=full.nbytes, stream="gather")
+        config.emit_launch(sum(own.nbytes for own in full.own), full.nbytes)
     with named_range("all_gather", config.name) if is_profiled() else NOTHING:
         try:
             work = full.buffer.gather(lambda: full.write(shards))
-        except PeerLostError as error:
-            error.say_where("gather", config.name)
-            raise
-    return SharedGatherInFlight(full, work, config.name)
+        except RuntimeError as error:
+            raise_located(error, config.what, config.name, config.process_group)
+    return SharedGatherInFlight(full, work, config)

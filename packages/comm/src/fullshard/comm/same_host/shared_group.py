@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from fullshard.comm.debug.debug import DEBUGGED, is_debugging
 from fullshard.comm.runtime.compat import without_grad
-from fullshard.comm.same_host.shared_channel import Channel, NotHalfway
+from fullshard.comm.same_host.shared_channel import Channel, NotHalfway, map_together
 from fullshard.comm.same_host.shared_collective import (
     Pending,
     SharedCollective,
@@ -30,7 +30,6 @@ from fullshard.comm.same_host.shared_collective import (
     mismatch,
 )
 from fullshard.comm.same_host.shared_frames import Frame, Frames
-from fullshard.comm.same_host.shared_mapping import map_together
 from fullshard.comm.same_host.shared_pages import Shown, Window, whole_pages
 from fullshard.comm.same_host.shared_segment import Ring, SegmentFile, aligned, map_segment
 from fullshard.comm.same_host.shared_signals import (

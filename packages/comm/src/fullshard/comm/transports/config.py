@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fullshard.comm.buffers.buffers import BufferSource
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime.ended_ranks import record_process
-from fullshard.comm.runtime.observer import Mark
+from fullshard.comm.runtime.observer import EventKind, Mark, emit
 from fullshard.comm.runtime.process_exit import finish_threads_at_exit
 from fullshard.comm.runtime.streams import CommStreams, canonical_device
 from fullshard.comm.transports.collective import AllGather, Collective, ReduceScatter
@@ -36,8 +36,16 @@ class _Shared:
         name: the name of the group in events and messages.
         source: provides the buffers; new ones by default.
         collective: what ``comm`` can do, from its declarations.
+        kind: the kind of the collective's event.
+        what: the word for the collective in messages.
+        waits_for: the mark of a wait for the result, as observers see it.
+        runs_on: the names of two streams: the stream that packs, and the stream that moves.
     """
 
+    kind: ClassVar[EventKind]
+    what: ClassVar[str]
+    waits_for: ClassVar[Mark]
+    runs_on: ClassVar[tuple[str, str]]
     comm: AllGather | ReduceScatter = field(compare=False)
     process_group: dist.ProcessGroup
     streams: CommStreams
@@ -53,20 +61,22 @@ class _Shared:
         finish_threads_at_exit()
         record_process()
 
+    def emit_launch(self, copied: int, nbytes: int) -> None:
+        """Emit the copy event, and the event of the collective if ``nbytes`` is not zero."""
+        rank, (packing, moving) = self.process_group.rank(), self.runs_on
+        emit(EventKind.COPY_IN, self.name, rank=rank, nbytes=copied, stream=packing)
+        if nbytes:
+            emit(self.kind, self.name, rank=rank, nbytes=nbytes, stream=moving)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GatherConfig(_Shared):
-    """The configuration of gathers; ``source`` provides the buffers, new ones by default.
+    """The configuration of gathers; ``source`` provides the buffers, new ones by default."""
 
-    Attributes:
-        what: the word for the collective in messages.
-        waits_for: the mark of a wait for the result, as observers see it.
-        runs_on: the names of two streams: the stream that packs, and the stream that moves.
-    """
-
-    what: ClassVar = "gather"
-    waits_for: ClassVar = Mark.WAIT_GATHER
-    runs_on: ClassVar = ("copy_in", "gather")  # packing; moving
+    kind = EventKind.ALL_GATHER
+    what = "gather"
+    waits_for = Mark.WAIT_GATHER
+    runs_on = ("copy_in", "gather")
     comm: AllGather = field(compare=False)
 
 
@@ -78,16 +88,14 @@ class ReduceConfig(_Shared):
     ``source`` provides their memory. Results are always new: they may become gradients.
 
     Attributes:
-        what: the word for the collective in messages.
-        waits_for: the mark of a wait for the result, as observers see it.
-        runs_on: the names of two streams: the stream that packs, and the stream that moves.
         scaling: the factors before and after the sum over ranks, and the operation between them.
         inputs_in_flight: the largest number of packed inputs that are allocated at once.
     """
 
-    what: ClassVar = "reduction"
-    waits_for: ClassVar = Mark.WAIT_REDUCTION
-    runs_on: ClassVar = ("current", "reduce")
+    kind = EventKind.REDUCE_SCATTER
+    what = "reduction"
+    waits_for = Mark.WAIT_REDUCTION
+    runs_on = ("current", "reduce")
     comm: ReduceScatter = field(compare=False)
     scaling: ReduceScaling
     inputs_in_flight: int = 2

@@ -1,4 +1,4 @@
-"""Errors of a collective that say where this rank was, and which rank was lost."""
+"""Waits for collectives, with errors that say where this rank was and which rank was lost."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from fullshard.comm.runtime.ended_ranks import ended_ranks
+from fullshard.comm.runtime.observer import TIMELINES, Mark, mark
 from fullshard.comm.same_host.shared_signals import MessageKind, PeerLostError
+from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 
-__all__ = ["raise_located"]
+__all__ = ["raise_located", "wait_for"]
 
 _OF_BACKENDS = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)  # and no subclass
 
@@ -51,3 +53,21 @@ def raise_located(
         "known to have ended: look for the first error among the ranks of all hosts."
     )
     raise error
+
+
+def wait_for(config: GatherConfig | ReduceConfig, work: dist.Work) -> None:
+    """Return once a collective that was launched is over.
+
+    Raises:
+        PeerLostError: if a rank of this host has ended, or a rank that shares memory is late.
+        RuntimeError: another error of the backend.
+    """
+    if TIMELINES:
+        mark(config.waits_for, config.name)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise_located(error, config.what, config.name, config.process_group)
+    finally:
+        if TIMELINES:
+            mark(Mark.WAIT_ENDED)
