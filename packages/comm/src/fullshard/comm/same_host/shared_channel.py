@@ -94,7 +94,7 @@ class Channel:
             PeerLostError: if a rank has ended, or does not come in ``timeout`` seconds.
         """
         self.wait(lambda peer: peer.has_sent(number), timeout)
-        return {peer: peer.message(number) for peer in self.peers.values()}
+        return {peer: peer.messages[number] for peer in self.peers.values()}
 
     def wait(self, done: Callable[[Peer], bool], timeout: float | None = None) -> None:
         """Return once ``done`` is true of every other rank; if one is lost, tell all.
@@ -119,7 +119,7 @@ class Channel:
     def forget(self, number: int) -> None:
         """Drop every other rank's message ``number``: it was acted on."""
         for peer in self.peers.values():
-            peer.forget_message(number)
+            del peer.messages[number]
 
     def expect(
         self,

@@ -57,23 +57,20 @@ class Pending:
     open: tuple[SharedCollective, torch.Tensor] | None
 
 
-def gather_in_place(
-    nbytes: int, buffer: int, write: Callable[[], None] = lambda: None
-) -> SharedCollective:
-    """Return a gather in a buffer, of which every rank writes its part.
+def gather_in_place(nbytes: int, buffer: int) -> SharedCollective:
+    """Return a gather in a buffer, for which each rank itself writes and reads.
 
     Args:
         nbytes: size of the buffer.
         buffer: number of the buffer, from 1. Buffers share pages, so ranks that gather in
             different buffers would read each other's parts of other tensors.
-        write: writes this rank's part.
     """
     return SharedCollective(
         kind=MessageKind.GATHER,
         nbytes=nbytes,
         detail=buffer,
         region=nbytes,
-        write=lambda memory: write(),
+        write=lambda memory: None,
         read=lambda memory: None,
     )
 

@@ -126,7 +126,7 @@ class SharedBuffer:
             PeerLostError: if a rank has ended, or does not leave in time.
         """
         self._used = True
-        return self._group.launch_in(self, gather_in_place(self.memory.numel(), self.number, write))
+        return self._group.gather_in(self, write)
 
     def show(self) -> None:
         """Show the pages of the frame, if the window shows others."""
@@ -211,12 +211,13 @@ class SharedGroup:
                 number = self.channel.next_number()
                 start = self._ring.take(number, size)
                 region = self._segment.narrow(0, start, collective.region)
+                collective.write(region)
                 work = self._begun(number, collective, region)
             self._take_results()
             return work
 
     def _begun(self, number: int, collective: SharedCollective, region: torch.Tensor) -> SharedWork:
-        collective.write(region)
+        """Report that this rank's part is in ``region``."""
         pending = Pending(number, (collective, region))
         self._pending.append(pending)
         self.channel.send(collective.kind, collective.nbytes, collective.detail)
@@ -282,9 +283,10 @@ class SharedGroup:
                     raise
 
     @without_grad
-    def launch_in(self, buffer: SharedBuffer, collective: SharedCollective) -> SharedWork:
+    def gather_in(self, buffer: SharedBuffer, write: Callable[[], None]) -> SharedWork:
         """See ``SharedBuffer.gather``."""
         frame = buffer.frame
+        collective = gather_in_place(buffer.memory.numel(), buffer.number)
         with self._lock:
             self.channel.check()
             self._make_room(0)
@@ -297,6 +299,7 @@ class SharedGroup:
                 frame.hold()
                 number = self.channel.next_number()
                 self._ring.take(number, 0)  # counted among those that a rank may be ahead by
+                write()
                 work = self._begun(number, collective, buffer.memory)
                 frame.take(buffer.window, number)
                 return work
@@ -359,7 +362,7 @@ class SharedGroup:
         self._finish_up_to(number)
         if self.channel.left > self.channel.told_left:
             self.channel.send(MessageKind.LEFT)
-        self.channel.wait(lambda peer: peer.has_left(number + 1))
+        self.channel.wait(lambda peer: peer.left > number)
 
     def _take_results(self) -> None:
         """End what all others have written their parts of: it keeps gradients no longer."""

@@ -145,6 +145,7 @@ class Peer:
         rank: its rank in the default process group.
         process: its process id.
         left: how many collectives it is known to have left.
+        messages: its numbered messages that were heard and not forgotten, by number.
     """
 
     def __init__(self, rank: int, process: int, inbox: int, outbox: int) -> None:
@@ -159,7 +160,7 @@ class Peer:
         for fd in (inbox, self._watch):
             if fd is not None:
                 self._poll.register(fd, select.POLLIN)
-        self._messages: dict[int, Message] = {}
+        self.messages: dict[int, Message] = {}
         self._buffers_left: dict[int, int] = {}
         self._heard = 0
         self._failure: Message | None = None
@@ -180,18 +181,6 @@ class Peer:
     def has_sent(self, number: int) -> bool:
         """Whether its message ``number`` was heard."""
         return self._heard > number
-
-    def message(self, number: int) -> Message:
-        """Its message ``number``, which is here."""
-        return self._messages[number]
-
-    def forget_message(self, number: int) -> None:
-        """Drop its message ``number``."""
-        del self._messages[number]
-
-    def has_left(self, count: int) -> bool:
-        """Return whether the peer reported that it has left ``count`` collectives."""
-        return self.left >= count
 
     def has_left_buffer(self, buffer: int, turns: int) -> bool:
         """Return whether the peer reported leaving a buffer after ``turns`` gathers there."""
@@ -254,7 +243,7 @@ class Peer:
             elif kind in _FAILURES:
                 self._failure = Message(kind, left, value, detail)
             elif kind != MessageKind.LEFT:
-                self._messages[self._heard] = Message(kind, left, value, detail)
+                self.messages[self._heard] = Message(kind, left, value, detail)
                 self._heard += 1
         return True
 
