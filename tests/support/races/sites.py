@@ -54,10 +54,7 @@ LEFT_OUT: dict[Site, str] = {
     ("AliasReduce._launch", "config.streams.record()"): "a gradient stays where it was made",
     ("gather_into", "work.wait()"): _IN_ORDER,
     ("reduce_scatter_into", "work.wait()"): _IN_ORDER,
-    ("AllToAllTransport.reduce_scatter", "reducing.wait()"): (
-        "of a synchronous collective; it adds what came, on the same stream"
-    ),
-    ("exchange", "in_flight.wait()"): "of memory of the host, which has no streams",
+    ("awaited", "work.wait()"): _IN_ORDER,
     ("finished", "tensor.wait()"): "of a functional collective, which is taken to be synchronous",
     ("SharedBufferUnshard.discard", "in_flight.wait()"): _SAME_HOST,
     ("SharedBufferUnshard.finish", "in_flight.wait()"): _SAME_HOST,

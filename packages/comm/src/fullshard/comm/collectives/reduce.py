@@ -25,7 +25,7 @@ from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.observer import LISTENERS, EventKind
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
-from fullshard.comm.runtime.works import SeveralWorks, is_over
+from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.same_host.lost_ranks import raise_located, wait_for
 from fullshard.comm.transports.collective import EPOCH, Route, require_work
 from fullshard.comm.transports.config import ReduceConfig
@@ -108,7 +108,9 @@ class ReduceInFlight:
         if work is not None and not config.streams.asynchronous_work:
             work.wait()  # makes the reduce stream wait, not the host
         elif work is not None:
-            if not (self.plan.on_device and is_over(work)):
+            # a user's handle may have wait() alone
+            over = self.plan.on_device and isinstance(work, dist.Work) and work.is_completed()
+            if not over:
                 self.work = work
                 return
             wait_for(config, work)  # now, so that the next backward has the memory of the input

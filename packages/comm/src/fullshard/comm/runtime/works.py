@@ -1,4 +1,4 @@
-"""Work handles: one for several collectives that were launched together, and whether one is over.
+"""Work handles: one for several collectives that were launched together, and their waits.
 
 Owns: waiting for all of them, even if one fails, since until then they read and write memory. The
 first ``wait()`` then calls the function that processes the results. Refuses: launching.
@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["SeveralWorks", "is_over"]
+__all__ = ["SeveralWorks", "awaited"]
 
 
 def _nothing() -> None:
@@ -49,9 +49,9 @@ class SeveralWorks(dist.Work):
         return True
 
 
-def is_over(work: dist.Work) -> bool:
-    """Return whether a handle reports that ``wait()`` needs no other rank.
-
-    False for a user's handle that has ``wait()`` alone.
-    """
-    return isinstance(work, dist.Work) and bool(work.is_completed())
+def awaited(work: dist.Work, async_op: bool) -> dist.Work | None:
+    """Return ``work`` if the collective is asynchronous; else wait, and return None."""
+    if async_op:
+        return work
+    work.wait()
+    return None

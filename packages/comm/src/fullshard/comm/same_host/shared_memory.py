@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.devices import traits_of
+from fullshard.comm.runtime.works import awaited
 from fullshard.comm.same_host.shared_collective import SharedCollective
 from fullshard.comm.same_host.shared_group import SharedBuffer, shared_group
 from fullshard.comm.same_host.shared_regions import (
@@ -68,7 +69,7 @@ class SharedMemoryTransport(Transport):
             return None
         group = shared_group(process_group)
         unit, make = world_size * input.element_size(), partial(gather, group, output, input)
-        return _awaited(launched(group, input.numel(), unit, make), async_op)
+        return awaited(launched(group, input.numel(), unit, make), async_op)
 
     def open_shared_buffer(self, process_group: dist.ProcessGroup, nbytes: int) -> SharedBuffer:
         """New memory of ``nbytes`` that every rank maps, for gathers in place. A collective call.
@@ -104,7 +105,7 @@ class SharedMemoryTransport(Transport):
             return None
         group = shared_group(process_group)
         given = Packed(input, output.numel(), group.rank)
-        return _awaited(reduced(group, lambda: output, given, op), async_op)
+        return awaited(reduced(group, lambda: output, given, op), async_op)
 
     def parts_reducer(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
@@ -158,7 +159,7 @@ class SharedMemoryTransport(Transport):
         group = shared_group(process_group)
         unit = group.world_size * tensor.element_size()
         make = partial(all_reduction, group, tensor.detach().view(-1), op)
-        return _awaited(launched(group, tensor.numel(), unit, make), async_op)
+        return awaited(launched(group, tensor.numel(), unit, make), async_op)
 
     def exchange(
         self,
@@ -210,11 +211,3 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
             f"SharedMemoryTransport got an {name} on {tensor.device} with strides "
             f"{tensor.stride()}; it moves contiguous CPU tensors. Use ProcessGroupTransport()."
         )
-
-
-def _awaited(work: dist.Work, async_op: bool) -> dist.Work | None:
-    """``work``, or None once it is over, unless it is asynchronous."""
-    if async_op:
-        return work
-    work.wait()
-    return None

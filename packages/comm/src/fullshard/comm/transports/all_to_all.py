@@ -20,8 +20,7 @@ from fullshard.comm.buffers.buffers import BlockPool, Buffer
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.devices import traits_of
-from fullshard.comm.runtime.works import SeveralWorks
-from fullshard.comm.transports.first_ranks import broadcast_slices
+from fullshard.comm.runtime.works import SeveralWorks, awaited
 from fullshard.comm.transports.pairwise import exchange, is_served
 from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
 from fullshard.comm.transports.transport import NarrowLaunch, ProcessGroupTransport
@@ -121,15 +120,9 @@ class AllToAllTransport(ProcessGroupTransport):
             )
         arrived = _Parts(input.numel(), input, process_group)
         work = all_to_all(arrived.data, input, process_group, async_op)
-        reducing = _reducing(work, [arrived], output, op)
-        if async_op:
-            return reducing
-        reducing.wait()
-        return None
+        return awaited(_reducing(work, [arrived], output, op), async_op)
 
-    def narrow_gather(self, device: torch.device) -> NarrowLaunch | None:
-        """Return one broadcast for each slice, on devices without streams."""
-        return None if traits_of(device).streams else broadcast_slices
+    narrow_gather = ProcessGroupTransport.narrow_gather  # see [Note: capabilities]
 
     def narrow_reduce(
         self, process_group: dist.ProcessGroup, device: torch.device
@@ -140,25 +133,13 @@ class AllToAllTransport(ProcessGroupTransport):
     def _reduce_slices(
         self, packed: Buffer, process_group: dist.ProcessGroup, op: ReduceOp
     ) -> dist.Work:
-        slices = packed.all_slices
-        parts = [*slices, *[packed.mask[0]] * (process_group.size() - len(slices))]
-        return self.reduce_parts_of(parts, process_group, op)
-
-    def reduce_parts_of(
-        self, parts: Sequence[torch.Tensor], process_group: dist.ProcessGroup, op: ReduceOp
-    ) -> dist.Work:
-        """In flight: in this rank's part, that of every rank reduced; ``parts``: one for each.
-
-        Parts may have different sizes; all ranks pass equal sizes.
-
-        Raises:
-            ValueError: if ``op`` is not defined for the dtype.
-        """
-        rank, size, first = process_group.rank(), process_group.size(), parts[0]
-        check_reduction(op, first.dtype)
+        """Launch the reduction: in this rank's slice, or in the mask, that of every rank."""
+        slices, rank, size = packed.all_slices, process_group.rank(), process_group.size()
+        check_reduction(op, packed.tensor.dtype)
+        parts = [*slices, *[packed.mask[0]] * (size - len(slices))]
         numels = [part.numel() for part in parts]
-        sent = _Parts(sum(numels), first, process_group)
-        torch.cat(list(parts), out=sent.data)
-        arrived = _Parts(size * numels[rank], first, process_group)
+        sent = _Parts(sum(numels), packed.tensor, process_group)
+        torch.cat(parts, out=sent.data)
+        arrived = _Parts(size * numels[rank], packed.tensor, process_group)
         work = all_to_all(arrived.data, sent.data, process_group, True, numels)
         return _reducing(work, [arrived, sent], parts[rank], op)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.devices import traits_of
-from fullshard.comm.runtime.works import SeveralWorks
+from fullshard.comm.runtime.works import SeveralWorks, awaited
 
 __all__ = ["exchange", "is_served"]
 
@@ -50,8 +50,4 @@ def exchange(
     given = [(peer, sent[peer].view(torch.uint8)) for peer in after]
     works = [process_group.recv([each], peer, _TAG) for peer, each in asked if each.numel()]
     works += [process_group.send([each], peer, _TAG) for peer, each in given if each.numel()]
-    in_flight = SeveralWorks(works)
-    if async_op:
-        return in_flight
-    in_flight.wait()
-    return None
+    return awaited(SeveralWorks(works), async_op)
