@@ -10,8 +10,7 @@ import torch
 from fullshard.comm import RankMajorLayout, ReduceScaling, TensorSpec, reduction_scaling
 from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.buffers.packing import pack_gradients
-from fullshard.comm.layouts.side_by_side import even_ranks
-from fullshard.comm.layouts.views import gap_views, mask_view, piece_views
+from fullshard.comm.layouts.views import even_ranks, gap_views, mask_view, piece_views
 
 # The rows of each tensor and the ranks; how many ranks have all of all, and equally many rows.
 WORLDS = [

@@ -18,7 +18,6 @@ import torch
 from fullshard.comm.buffers.allocator import BufferMemory
 from fullshard.comm.layouts import views
 from fullshard.comm.layouts.layout import Layout
-from fullshard.comm.layouts.side_by_side import even_ranks
 from fullshard.comm.runtime.streams import CommStreams, Stream, StreamEvent
 
 __all__ = ["BlockPool", "Buffer", "BufferPool", "BufferSource", "allocate_from"]
@@ -83,7 +82,7 @@ class Buffer:
     @cached_property
     def stacked(self) -> torch.Tensor | None:
         """The slices of its ``even_ranks``, ``[ranks, slice_numel]``, if any."""
-        ranks = min(even_ranks(self.layout), self.ranks.stop) - self.ranks.start
+        ranks = min(views.even_ranks(self.layout), self.ranks.stop) - self.ranks.start
         if ranks <= 0:
             return None
         slices = self.tensor.view(len(self.ranks), -1)

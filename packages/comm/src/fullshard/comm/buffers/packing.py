@@ -6,6 +6,7 @@ gradients are scaled (see ``scaling``).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from itertools import repeat
 from typing import cast
@@ -14,11 +15,11 @@ import torch
 
 from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.layouts import views
+from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.layouts.scaling import ReduceScaling
-from fullshard.comm.layouts.side_by_side import tail_of
 from fullshard.comm.runtime import compat
 
-__all__ = ["pack_gradients", "write_gradients"]
+__all__ = ["pack_gradients"]
 
 
 def pack_gradients(
@@ -29,52 +30,38 @@ def pack_gradients(
 ) -> None:
     """Fill a reduction's input: gradients times ``scaling.pre``, the mask, zeros for the rest.
 
-    In the places of the gradients ``left_out`` nothing is written.
-    """
-    if not scaling.scales_before:
-        write_gradients(packed, gradients, scaling.used, left_out)
-        return
-    dtype, pre = packed.tensor.dtype, scaling.pre
-    # Before the cast, in which a value beyond the reduce dtype's range would overflow.
-    given = [each if each is None or each.dtype is dtype else each * pre for each in gradients]
-    write_gradients(packed, given, scaling.used, left_out)
-    both = zip(gradients, packed.pieces, strict=True)
-    same = [piece for each, piece in both if each is not None and each.dtype is dtype]
-    compat.foreach_scale([view for piece in same for view in piece], pre)
-
-
-def write_gradients(
-    packed: Buffer,
-    gradients: Sequence[torch.Tensor | None],
-    used: float,
-    left_out: Collection[int] = (),
-) -> None:
-    """Fill a reduction's input: cast gradients, the mask, and zeros for the rest.
-
     Args:
         packed: what is filled; it may have the slices of some ranks only.
-        gradients: one per tensor of its layout, scaled already; None: zeros.
-        used: what stands in the mask for those that are there.
+        gradients: one per tensor of its layout, of any dtype; None: zeros.
+        scaling: the factor, and what the mask holds for gradients that are there.
         left_out: numbers of gradients in whose places nothing is written, if they are there.
     """
     layout, rows, dtype = packed.layout, packed.stacked, packed.tensor.dtype
-    present = cast("Sequence[torch.Tensor]", gradients)
-    alike = set(map(getattr, gradients, repeat("dtype"), repeat(None))) == {dtype}
+    used, given = scaling.used, gradients
+    if scaling.scales_before:  # before the cast, in which values beyond its range would overflow
+        pre = scaling.pre
+        given = [each if each is None or each.dtype is dtype else each * pre for each in gradients]
+    present = cast("Sequence[torch.Tensor]", given)
+    alike = set(map(getattr, given, repeat("dtype"), repeat(None))) == {dtype}
     if rows is None or left_out or not (alike and all(map(torch.Tensor.is_contiguous, present))):
-        _copy(packed, gradients, used, left_out)
-        return
-    first, count = packed.ranks.start, rows.shape[0]  # one row per rank
-    if len(packed.ranks) < layout.world_size:
-        held = views.pieces_within(layout, range(first, first + count))
-        both = zip(present, held, strict=True)
-        present = [each.narrow(0, at.start, count * at.shard_shape[0]) for each, (at,) in both]
-    if used not in packed.tails:
-        tail = tail_of(layout, used, rows.device)
-        packed.tails[used] = () if tail is None else (tail.narrow(0, first, count),)
-    compat.side_by_side([*present, *packed.tails[used]], 0, count, out=rows)
-    if count < len(packed.ranks):
-        compat.foreach_zero(packed.gaps)
-        packed.mask.fill_(used)
+        _copy(packed, given, used, left_out)
+    else:
+        first, count = packed.ranks.start, rows.shape[0]  # one row per rank
+        if len(packed.ranks) < layout.world_size:
+            held = views.pieces_within(layout, range(first, first + count))
+            both = zip(present, held, strict=True)
+            present = [each.narrow(0, at.start, count * at.shard_shape[0]) for each, (at,) in both]
+        if used not in packed.tails:
+            tail = _tail_of(layout, used, rows.device)
+            packed.tails[used] = () if tail is None else (tail.narrow(0, first, count),)
+        compat.side_by_side([*present, *packed.tails[used]], 0, count, out=rows)
+        if count < len(packed.ranks):
+            compat.foreach_zero(packed.gaps)
+            packed.mask.fill_(used)
+    if scaling.scales_before:
+        copied = zip(gradients, packed.pieces, strict=True)
+        same = [piece for each, piece in copied if each is not None and each.dtype is dtype]
+        compat.foreach_scale([view for piece in same for view in piece], scaling.pre)
 
 
 def _copy(
@@ -103,3 +90,19 @@ def _copy(
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 packed.mask[:, index].zero_()
+
+
+@functools.lru_cache(maxsize=1024)
+def _tail_of(layout: Layout, used: float, device: torch.device) -> torch.Tensor | None:
+    """Return the elements behind all tensors of an even layout, ``[world, n]``; None if n is 0.
+
+    A slice ends with a mask of ``used``, then zeros. The result is cached and read-only.
+    """
+    spec = layout.buffer
+    behind = spec.slice_numel - layout.mask_offset // spec.dtype.itemsize
+    if not behind:
+        return None
+    with torch.inference_mode(False):  # callers outside inference mode use it too
+        tail = torch.zeros(layout.world_size, behind, dtype=spec.dtype, device=device)
+        tail[:, : layout.mask_numel] = used
+    return tail

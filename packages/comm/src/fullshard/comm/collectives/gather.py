@@ -19,7 +19,6 @@ from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.coded import by_holder, coded_in
 from fullshard.comm.layouts.layout import Layout
-from fullshard.comm.layouts.side_by_side import even_ranks
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
@@ -222,7 +221,7 @@ class _Rows:
         dtype = layout.buffer.dtype
         alike = all(spec.dtype is dtype and spec is spec.decoded for spec in layout.specs)
         alike &= all(each.dtype is dtype and each.is_contiguous() for each in pieces)
-        ranks = even_ranks(layout) if alike and pieces else 0
+        ranks = views.even_ranks(layout) if alike and pieces else 0
         if not ranks:
             return None
         targets = [piece.view(ranks, -1) for piece in pieces]

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer
-from fullshard.comm.buffers.packing import write_gradients
+from fullshard.comm.buffers.packing import pack_gradients
 from fullshard.comm.layouts import views
 from fullshard.comm.layouts.layout import Layout, Piece
 from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling
@@ -69,13 +70,12 @@ class Contribution:
         self.rank = rank
         self.dtype = layout.buffer.dtype
         self.numel = layout.buffer.slice_numel
-        self._used = scaling.used
         self._rows: list[Rows] = []  # for spans
-        # Before the cast, in which a value beyond the reduce dtype's range would overflow.
-        self._gradients = [
-            each if each is None or not scaling.scales_before else each * scaling.pre
-            for each in gradients
-        ]
+        self._gradients = list(gradients)
+        self._scaling = scaling
+        if scaling.scales_before:  # once, though they are written in parts
+            self._gradients = [None if each is None else each * scaling.pre for each in gradients]
+            self._scaling = replace(scaling, pre=1.0)
 
     def write(
         self, buffer: torch.Tensor, ranks: range, left_out: Collection[int] = frozenset()
@@ -85,7 +85,7 @@ class Contribution:
         But not with those of the gradients whose numbers are ``left_out``.
         """
         packed = Buffer(buffer, self.layout, self.rank, ranks=ranks)
-        write_gradients(packed, self._gradients, self._used, left_out)
+        pack_gradients(packed, self._gradients, self._scaling, left_out)
 
     @without_grad
     def reduce(
@@ -126,7 +126,7 @@ class Contribution:
                     flat = part.reshape(piece.ranks, -1)
                     yield Rows(piece.first_rank, extent.offset // itemsize, flat)
         if layout.mask_numel:
-            used = [0.0 if each is None else self._used for each in self._gradients]
+            used = [0.0 if each is None else self._scaling.used for each in self._gradients]
             mask = torch.tensor(used, dtype=self.dtype).expand(layout.world_size, -1)
             yield Rows(0, layout.mask_offset // itemsize, mask)
 
