@@ -31,7 +31,7 @@ from support.ranks import distributed
 
 WIDTH = 24
 OWN = "the process group's own"
-RESULTS = "composed.allocate: empty"  # what collectives ask for beside what a pool keeps
+RESULTS = "buffers.allocate_from: empty"  # what collectives ask for beside what a pool keeps
 
 
 def make(**options: Any) -> Any:

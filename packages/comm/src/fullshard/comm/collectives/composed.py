@@ -61,6 +61,8 @@ class _Composed(Collective):
         own = cast("type[DefaultAllGather] | type[DefaultReduceScatter]", type(self))
         calls = DefaultAllGather.__call__, DefaultReduceScatter.__call__
         self._composes = own.__call__ in calls and own.allocate is _Composed.allocate
+        if own.allocate is _Composed.allocate:  # no frame of ours
+            self.allocate = self.allocator.empty  # type: ignore[assignment,method-assign]
         plain = self._composes and self.reusable  # most capabilities need the default allocator
         self.offers = self._moves if plain else WithoutCapabilities(self.transport)
 
