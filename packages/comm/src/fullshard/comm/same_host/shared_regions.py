@@ -1,7 +1,7 @@
 """The reads and writes of each kind of collective in its region of shared memory.
 
 ``launched`` launches one, ``gather``, ``reduced`` and ``all_reduction`` say which. ``shared_group``
-knows when a region may be written; ``contribution`` and ``spans`` know the positions of gradients.
+knows when a region may be written; ``contribution`` knows the positions of gradients.
 
 [Note: spans] A collective that needs much room travels in spans of the numbers, which follow each
 other through a few slots of one small region. A rank alternately writes a span, reads another span,
@@ -25,9 +25,8 @@ from fullshard.comm.same_host.shared_collective import SharedCollective
 from fullshard.comm.same_host.shared_group import SharedGroup
 from fullshard.comm.same_host.shared_segment import aligned
 from fullshard.comm.same_host.shared_signals import SPANS, MessageKind, Peer
-from fullshard.comm.transports.contribution import Contribution
+from fullshard.comm.transports.contribution import Contribution, Rows, Span
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
-from fullshard.comm.transports.spans import Rows, Span
 
 __all__ = ["Packed", "all_reduction", "gather", "launched", "reduced"]
 

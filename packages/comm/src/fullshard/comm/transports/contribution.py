@@ -1,8 +1,8 @@
 """The gradients that one rank gives to a reduction, which are sent without packing.
 
-Owns: writing this rank's part for consecutive ranks into a buffer, cast and scaled, and adding its
-own part without a copy. The module is for transports that ask for parts (see ``reduce_parts`` of
-``SharedMemoryTransport``). Refuses: moving anything, and knowing who reads it.
+The main class is ``Contribution``: it writes this rank's part for other ranks, cast and scaled, and
+adds its own part without a copy. A ``Span`` is some numbers of every rank's slice, for transports
+that reduce span after span where whole slices would take much memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -21,11 +21,10 @@ from fullshard.comm.buffers.packing import pack_gradients
 from fullshard.comm.layouts import views
 from fullshard.comm.layouts.layout import Layout, Piece
 from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling
-from fullshard.comm.runtime.compat import without_grad
+from fullshard.comm.runtime.compat import foreach_copy, without_grad
 from fullshard.comm.transports.rank_order import check_reduction, reduce_checked
-from fullshard.comm.transports.spans import Rows, Span
 
-__all__ = ["Contribution", "PartsReducer"]
+__all__ = ["Contribution", "PartsReducer", "Rows", "Span"]
 
 _IN_PLACE = 1 << 15  # parts of at least this many bytes are added in place; smaller ones are packed
 
@@ -46,6 +45,74 @@ class PartsReducer(Protocol):
         needs no memory for its result. None, on all ranks, where it cannot: then nothing has
         happened.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where this rank has the numbers that consecutive ranks get at one place of their slices.
+
+    Attributes:
+        first: the first of these ranks.
+        start: the place: numbers from the start of a slice.
+        values: ``[ranks, n]``, in any floating-point dtype.
+    """
+
+    first: int
+    start: int
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """The input of one rank to one span of a reduction.
+
+    Attributes:
+        rows: what it gives to the whole reduction; zeros elsewhere.
+        dtype: the dtype in which it is reduced.
+        rank: this rank.
+        start: where the span begins, in numbers from the start of a slice.
+        numel: the length of the span, in numbers of one slice.
+    """
+
+    rows: Sequence[Rows]
+    dtype: torch.dtype
+    rank: int
+    start: int
+    numel: int
+
+    def write(self, buffer: torch.Tensor, ranks: range) -> None:
+        """Fill ``buffer``, ``[len(ranks) * numel]``, with what this rank gives to ``ranks``."""
+        stacked, end = buffer.view(len(ranks), -1), self.start + self.numel
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for each in self.rows:
+            count, length = each.values.shape
+            first, last = max(each.first, ranks.start), min(each.first + count, ranks.stop)
+            low, high = max(each.start, self.start), min(each.start + length, end)
+            if first < last and low < high:
+                target = stacked[first - ranks.start : last - ranks.start]
+                source = each.values[first - each.first : last - each.first]
+                targets.append(target[:, low - self.start : high - self.start])
+                sources.append(source[:, low - each.start : high - each.start])
+        if sum(target.numel() for target in targets) < buffer.numel():
+            buffer.zero_()
+        foreach_copy(targets, sources)
+
+    @without_grad
+    def reduce(
+        self, others: Sequence[torch.Tensor | None], output: torch.Tensor, op: ReduceOp
+    ) -> None:
+        """Reduce this rank's numbers and the others' into ``output``, in rank order.
+
+        Args:
+            others: by rank, its numbers for this one, ``[numel]``; None for this one itself.
+            output: the span of this rank's result, ``[numel]``.
+            op: the reduction.
+        """
+        name = check_reduction(op, self.dtype)
+        self.write(output, range(self.rank, self.rank + 1))
+        parts = [output if other is None else other for other in others]
+        reduce_checked(parts, output, name)
 
 
 class Contribution:
