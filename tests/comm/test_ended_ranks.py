@@ -19,7 +19,7 @@ from fullshard.comm import (
     all_gather_tensors,
     set_shared_memory,
 )
-from fullshard.comm.runtime import ended_ranks
+from fullshard.comm.runtime import process_watch
 from fullshard.comm.spi import all_reduce_numbers
 from support.ranks import RanksFailed, distributed, run_on_ranks, world
 
@@ -91,7 +91,7 @@ def test_where_no_rank_has_ended_the_error_is_the_same_and_says_where_it_was() -
     spec = TensorSpec(shape=(2,), dtype=torch.float32)
     for comm, notes in (_Failing(), 1), (_FailingOtherwise(), 0):
         with (
-            mock.patch.object(ended_ranks, "_PATIENCE", 0.0),
+            mock.patch.object(process_watch, "_PATIENCE", 0.0),
             pytest.raises(RuntimeError, match="the network is down") as caught,
         ):
             all_gather_tensors([torch.ones(1)], [spec], world(), comm=comm)

@@ -40,10 +40,10 @@ from fullshard.comm.runtime.compat import (
     timeout_of,
 )
 from fullshard.comm.runtime.devices import DeviceTraits, can_pin, simulated, traits_of
-from fullshard.comm.runtime.ended_ranks import record_process
 from fullshard.comm.runtime.host_reads import host_reads_by, host_values
 from fullshard.comm.runtime.observer import LISTENERS, TIMELINES, WATCHERS, Mark, emit, mark
 from fullshard.comm.runtime.process_exit import finish_threads_at_exit
+from fullshard.comm.runtime.process_watch import record_process
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.required import require
 from fullshard.comm.runtime.streams import StreamEvent

@@ -1,19 +1,32 @@
 """Whether other processes of this host have ended.
 
-Owns: how a process is named to others, and the kernel's descriptors by which it is watched (pidfd,
-Linux). Refuses: processes of other hosts: of those nothing is known.
+Owns: how a process is named to others, the kernel's descriptors by which it is watched (pidfd,
+Linux), and the record of each rank's process in the store of the default process group, which is
+read after an error. Refuses: processes of other hosts: of those nothing is known.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import select
+import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["ProcessWatch", "host_identity", "this_process"]
+import torch.distributed as dist
+
+from fullshard.comm.runtime.compat import default_store
+
+__all__ = ["ProcessWatch", "ended_ranks", "host_identity", "record_process", "this_process"]
+
+_KEY = "fullshard/process/{}"
+_PATIENCE = 1.0  # seconds: a process closes its connections before it has ended
+
+_recorded: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def host_identity() -> str:
@@ -81,3 +94,33 @@ def _close(descriptors: dict[int, int | None]) -> None:
     for descriptor in descriptors.values():
         if descriptor is not None and descriptor != _GONE:
             os.close(descriptor)
+
+
+def record_process() -> None:
+    """Let other ranks find the process of this rank; once for each default process group."""
+    world = dist.group.WORLD
+    if world is not None and world not in _recorded:
+        _recorded.add(world)
+        with suppress(RuntimeError):  # a store that fails now fails the next collective, too
+            default_store().set(_KEY.format(dist.get_rank()), json.dumps(this_process()))
+
+
+def ended_ranks(process_group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks whose processes have ended, by their numbers in the default group.
+
+    Waits up to a second for one to end. Ranks of other hosts are not found. If the store does not
+    answer, the result is empty.
+    """
+    watch, end = ProcessWatch(), time.monotonic() + _PATIENCE
+    processes = {}
+    with suppress(RuntimeError):
+        store = default_store()
+        for rank in dist.get_process_group_ranks(process_group):
+            if store.check([_KEY.format(rank)]):
+                host, number = json.loads(store.get(_KEY.format(rank)))
+                processes[rank] = (host, number)
+    while True:
+        ended = [rank for rank, process in processes.items() if watch.has_ended(process)]
+        if ended or time.monotonic() > end:
+            return ended
+        time.sleep(0.01)

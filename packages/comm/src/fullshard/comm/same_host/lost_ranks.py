@@ -6,8 +6,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from fullshard.comm.runtime.ended_ranks import ended_ranks
 from fullshard.comm.runtime.observer import TIMELINES, Mark, mark
+from fullshard.comm.runtime.process_watch import ended_ranks
 from fullshard.comm.same_host.shared_signals import MessageKind, PeerLostError
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import BufferSource
 from fullshard.comm.layouts.scaling import ReduceScaling
-from fullshard.comm.runtime.ended_ranks import record_process
 from fullshard.comm.runtime.observer import EventKind, Mark, emit
 from fullshard.comm.runtime.process_exit import finish_threads_at_exit
+from fullshard.comm.runtime.process_watch import record_process
 from fullshard.comm.runtime.streams import CommStreams, canonical_device
 from fullshard.comm.transports.collective import AllGather, Collective, ReduceScatter
 
