@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from fullshard.comm import AllToAllTransport, ProcessGroupTransport
 from fullshard.comm.runtime.works import SeveralWorks
-from fullshard.comm.transports.all_to_all import all_to_all
-from fullshard.comm.transports.pairwise import exchange
+from fullshard.comm.transports.all_to_all import all_to_all, exchange
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
 from support.ranks import distributed, world
 

@@ -57,8 +57,7 @@ from fullshard.comm.same_host.shared_buffers import (
 )
 from fullshard.comm.same_host.shared_frames import release_frames
 from fullshard.comm.same_host.shared_signals import NoRoomError
-from fullshard.comm.transports.all_to_all import all_to_all
-from fullshard.comm.transports.pairwise import exchange, is_served
+from fullshard.comm.transports.all_to_all import all_to_all, exchange, is_served
 from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
 
 __all__ = [

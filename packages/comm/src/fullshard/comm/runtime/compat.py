@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
-    "all_to_all_into",
     "allocate_from_backend",
     "backend_allocates",
     "backend_names",
@@ -164,32 +163,6 @@ def broadcast_list(
     return tuple(
         [launch([tensor], _broadcast_options(root)) for root, tensor in enumerate(tensors)]
     )
-
-
-def all_to_all_into(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    process_group: dist.ProcessGroup,
-    async_op: bool,
-    parts: Sequence[int] | None = None,
-) -> dist.Work | None:
-    """Part ``r`` of every rank's ``input`` in rank ``r``'s ``output``, in order.
-
-    As bytes: gloo knows fewer dtypes. ``parts``: elements of each rank's part; None: equal ones.
-    """
-    sent = received = None
-    if parts is not None:
-        sent = [numel * input.itemsize for numel in parts]
-        received = [sent[process_group.rank()]] * len(sent)
-    work = dist.all_to_all_single(
-        output.view(torch.uint8),
-        input.view(torch.uint8),
-        received,
-        sent,
-        group=process_group,
-        async_op=async_op,
-    )
-    return cast("dist.Work | None", work)
 
 
 def backend_names(

@@ -4,6 +4,13 @@ Owns: the all-to-all, a transport that reduces by it, and the memory in which pa
 own reduce-scatter adds on the way, in steps that wait for each other; an all-to-all sends every
 byte once, at once, and what has arrived is added in rank order, bf16 and fp16 in fp32. Refuses:
 choosing itself (see ``same_host``).
+
+[Note: order of messages] Gloo sends a message once its receiver has asked for it, and a rank asks
+on the connection that carries what it sends itself. Gloo's own all-to-all, and its all-gather of
+two ranks, send first: then the rank that is asked sooner fills the connection. Its own request
+waits behind all its data, and only one direction is in use at a time. In ``exchange`` every rank
+asks for its own before it sends any. For 6.3 MB each way over 1 Gbit/s gloo's all-gather took 58 to
+80 ms, its all-to-all 76 to 104, this order 53 to 57, and the wire alone takes 50 (torch 2.13).
 """
 
 from __future__ import annotations
@@ -12,6 +19,7 @@ import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,13 +29,43 @@ from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.works import SeveralWorks, awaited
-from fullshard.comm.transports.pairwise import exchange, is_served
 from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
 from fullshard.comm.transports.transport import NarrowLaunch, ProcessGroupTransport
 
-__all__ = ["AllToAllTransport", "all_to_all"]
+__all__ = ["AllToAllTransport", "all_to_all", "exchange", "is_served"]
+
+_TAG = 1 << 30  # gloo hands on messages of one tag in order; users count theirs from 0
+_CPU = torch.device("cpu")
 
 _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, BlockPool] = weakref.WeakKeyDictionary()
+
+
+def is_served(device: torch.device, process_group: dist.ProcessGroup) -> bool:
+    """Whether ranks can exchange tensors on ``device`` so: gloo's messages are of host memory."""
+    return not traits_of(device).queued and compat.backend_names(process_group, _CPU) == ("gloo",)
+
+
+def exchange(
+    sent: Sequence[torch.Tensor],
+    arriving: Sequence[torch.Tensor],
+    process_group: dist.ProcessGroup,
+    async_op: bool,
+) -> dist.Work | None:
+    """In ``arriving[r]`` what rank ``r`` has in its ``sent`` for this rank.
+
+    ``arriving`` and ``sent`` hold a contiguous tensor per rank, with as many bytes as that rank has
+    for this one. This rank's own is copied, unless it is the same memory. A collective call: all
+    ranks call it in the same order.
+    """
+    rank, size = process_group.rank(), process_group.size()
+    if arriving[rank].data_ptr() != sent[rank].data_ptr():
+        arriving[rank].copy_(sent[rank])
+    after = [(rank + step) % size for step in range(1, size)]  # so not all send to the same one
+    asked = [(peer, arriving[peer].view(torch.uint8)) for peer in reversed(after)]
+    given = [(peer, sent[peer].view(torch.uint8)) for peer in after]
+    works = [process_group.recv([each], peer, _TAG) for peer, each in asked if each.numel()]
+    works += [process_group.send([each], peer, _TAG) for peer, each in given if each.numel()]
+    return awaited(SeveralWorks(works), async_op)
 
 
 def all_to_all(
@@ -41,11 +79,21 @@ def all_to_all(
 
     ``parts``: elements of each rank's part; None: equal ones.
     """
-    if not is_served(input.device, process_group):
-        return compat.all_to_all_into(output, input, process_group, async_op, parts)
-    size = process_group.size()
-    numels = [input.numel() // size] * size if parts is None else list(parts)
-    return exchange(input.split_with_sizes(numels), output.chunk(size), process_group, async_op)
+    rank, size = process_group.rank(), process_group.size()
+    if is_served(input.device, process_group):
+        numels = [input.numel() // size] * size if parts is None else list(parts)
+        sent = input.split_with_sizes(numels)
+        return exchange(sent, output.chunk(size), process_group, async_op)
+    sizes = None if parts is None else [numel * input.itemsize for numel in parts]
+    work = dist.all_to_all_single(
+        output.view(torch.uint8),  # as bytes: backends know fewer dtypes
+        input.view(torch.uint8),
+        sizes and [sizes[rank]] * size,
+        sizes,
+        group=process_group,
+        async_op=async_op,
+    )
+    return cast("dist.Work | None", work)
 
 
 class _Parts:
@@ -85,7 +133,7 @@ class AllToAllTransport(ProcessGroupTransport):
     """The process group's gathers; reductions by an all-to-all and additions in rank order.
 
     For process groups over a network whose own reduce-scatter is slow, as gloo's is; between two
-    ranks its gathers are exchanged, too (see ``pairwise``). The sum does not depend on timing. A
+    ranks its gathers are exchanged, too. The sum does not depend on timing. A
     reduction needs memory for its input once more while it travels; on the CPU it is kept for the
     next one, as much as was ever in use at once.
     """
