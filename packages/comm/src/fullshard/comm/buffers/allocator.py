@@ -89,14 +89,14 @@ class ProcessGroupAllocator:
             ValueError: if the backend of this device cannot allocate (gloo and CPU cannot; NCCL can
                 on recent drivers).
         """
-        if not compat.backend_allocates(self.process_group, device):
+        flat = compat.backend_empty(self.process_group, math.prod(size), dtype, device)
+        if flat is None:
             names = ", ".join(compat.backend_names(self.process_group, device))
             raise ValueError(
                 f"ProcessGroupAllocator got a process group whose backend for {device} is {names}, "
                 "which does not allocate tensors. Use a backend with allocate_tensor (NCCL), or "
                 "CachingAllocator()."
             )
-        flat = compat.allocate_from_backend(self.process_group, math.prod(size), dtype, device)
         return flat.view(tuple(size))
 
 

@@ -35,8 +35,7 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
-    "allocate_from_backend",
-    "backend_allocates",
+    "backend_empty",
     "backend_names",
     "broadcast_list",
     "default_store",
@@ -182,17 +181,13 @@ def served_types(process_group: dist.ProcessGroup) -> tuple[str, ...]:
     return tuple([device.type for device in cast("Any", process_group)._device_types])
 
 
-def backend_allocates(process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the backend for ``device`` can allocate tensors."""
-    backend = cast("Any", process_group)._get_backend(device)
-    return hasattr(backend, "allocate_tensor") and bool(backend.supports_tensor_alloc(device))
-
-
-def allocate_from_backend(
+def backend_empty(
     process_group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A flat uninitialised tensor from the backend's own memory."""
+) -> torch.Tensor | None:
+    """Return a flat uninitialised tensor from the backend's own memory; None if it has none."""
     backend = cast("Any", process_group)._get_backend(device)
+    if not hasattr(backend, "allocate_tensor") or not backend.supports_tensor_alloc(device):
+        return None
     return cast("torch.Tensor", backend.allocate_tensor(numel, dtype=dtype, device=device))
 
 
