@@ -35,6 +35,7 @@ class Timeline:
 
     Attributes:
         clock: the time in nanoseconds.
+        note: keeps a time stamp, of a kind and a name.
         thread: the thread that steps optimizers; blocks of other threads do not count.
         optimizer_steps: steps of optimizers that ended since it was made.
 
@@ -61,7 +62,7 @@ class Timeline:
             append((clock(), kind, name))
 
         self._ring = ring
-        self._note = note
+        self.note = note
         self._stepping: list[int] = []  # optimizers whose step has begun, by id
         self._handles: list[RemovableHandle] = []
 
@@ -74,7 +75,7 @@ class Timeline:
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ended),
         ]
-        TIMELINES.append(self._note)
+        TIMELINES.append(self.note)
         WATCHERS.append(self)
         _running.append(self)
 
@@ -85,13 +86,9 @@ class Timeline:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        TIMELINES.remove(self._note)
+        TIMELINES.remove(self.note)
         WATCHERS.remove(self)
         _running.remove(self)
-
-    def note(self, kind: Mark, name: str) -> None:
-        """Keep a time stamp."""
-        self._note(kind, name)
 
     def _step_begins(self, optimizer: Any, *given: Any) -> None:
         """Keep the beginning of an outermost step.
@@ -103,7 +100,7 @@ class Timeline:
             del stepping[stepping.index(own) :]
         if not stepping:
             self.thread = threading.get_ident()
-            self._note(Mark.STEP, "")
+            self.note(Mark.STEP, "")
         stepping.append(own)
 
     def _step_ended(self, optimizer: Any, *given: Any) -> None:
@@ -112,7 +109,7 @@ class Timeline:
             del stepping[stepping.index(own) :]
             if not stepping:
                 self.optimizer_steps += 1
-                self._note(Mark.STEP_ENDED, "")
+                self.note(Mark.STEP_ENDED, "")
 
     def take(self) -> Taken:
         """Return the time stamps since the last call, oldest first, and forget them."""
