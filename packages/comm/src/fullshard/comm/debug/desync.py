@@ -20,7 +20,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,12 +42,24 @@ class CollectiveMismatchError(RuntimeError):
     """Ranks did not come to the same collective; raised on all of them instead of a hang."""
 
 
-@dataclass(frozen=True)
-class _Group:
-    """A process group as all its ranks know it: its name and global ranks."""
+@dataclass(frozen=True, kw_only=True)
+class _Meeting:
+    """The meeting of a process group before its collective ``number`` of an epoch.
 
-    name: str
-    members: tuple[int, ...]
+    Attributes:
+        group: the name of the process group, as all its ranks know it.
+        members: their global ranks.
+        epoch: the number of the session, and that of the epoch in it.
+        number: how many collectives of the epoch were before.
+    """
+
+    group: str
+    members: Sequence[int]
+    epoch: str
+    number: int
+
+    def key(self, what: str) -> str:
+        return f"{self.epoch}/{self.group}/{self.number}/{what}"
 
 
 class DesyncDetector:
@@ -77,6 +89,11 @@ class DesyncDetector:
         self._lock = threading.Lock()
         self._watch = ProcessWatch()
 
+    @property
+    def _now(self) -> str:
+        """The present epoch, as all ranks name it."""
+        return f"{self._session}.{self._epoch}"
+
     # -- announcements of this rank ---------------------------------------------------------------
 
     def begin(self) -> None:
@@ -104,11 +121,11 @@ class DesyncDetector:
         """
         if process_group.size() == 1:
             return
-        group = self._group(process_group)
+        group, members = str(process_group.group_name), _members(process_group)
         if self._failure:
             raise CollectiveMismatchError(self._failure)
         try:
-            verdict = self._verdict(group, call, timeout)
+            verdict = self._verdict(group, members, call, timeout)
         except RuntimeError as error:
             self._failure = (
                 f"rank {self._rank} {says(call)}, but cannot ask the others what they do, as the "
@@ -154,41 +171,33 @@ class DesyncDetector:
     def _sound_alarm(self, text: str, *, is_report: bool) -> str:
         """The report that stands: that of the first alarm of the epoch, if it was one."""
         mine = json.dumps([is_report, text])
-        first = self._store.compare_set(f"{self._session}.{self._epoch}/alarm", "", mine)
+        first = self._store.compare_set(f"{self._now}/alarm", "", mine)
         first_is_report, first_text = json.loads(first)
         return first_text if first_is_report else text
 
     # -- one meeting ------------------------------------------------------------------------------
 
-    def _verdict(self, group: _Group, call: Call, timeout: float) -> str:
+    def _verdict(self, group: str, members: Sequence[int], call: Call, timeout: float) -> str:
         text = json.dumps(asdict(call))
         with self._lock:
-            meeting = self._next_meeting(group)
-            past = self._past.get(group.name)
-            self._past[group.name] = meeting
-            self._last = group.name
+            number = self._counts.get(group, 0)
+            self._counts[group] = number + 1
+            meeting = _Meeting(group=group, members=members, epoch=self._now, number=number)
+            past = self._past.get(group)
+            self._past[group] = meeting
+            self._last = group
             self._departed = ""
-            self._places[group.name] = {
-                "epoch": meeting.epoch,
-                "number": meeting.number,
-                "call": asdict(call),
-                "members": group.members,
-            }
+            self._places[group] = {"meeting": vars(meeting), "call": asdict(call)}
             self._announce()
         first = self._store.compare_set(meeting.key("first"), "", text).decode()
         came = self._store.add(meeting.key("count"), 1 if first == text else 1 + _DIFFERS)
-        if came % _DIFFERS < len(group.members):
+        if came % _DIFFERS < len(members):
             return self._wait(meeting, timeout)
         verdict = self._decide(meeting, _OK if came < _DIFFERS else self._disagreement(meeting))
         if past is not None:  # all ranks are here, so no rank reads the old keys
             for each in ("first", "count", "verdict"):
                 self._store.delete_key(past.key(each))
         return verdict
-
-    def _next_meeting(self, group: _Group) -> _Meeting:
-        number = self._counts.get(group.name, 0)
-        self._counts[group.name] = number + 1
-        return _Meeting(group, f"{self._session}.{self._epoch}", number)
 
     def _decide(self, meeting: _Meeting, verdict: str) -> str:
         """The verdict that stands: this one, unless another rank was first."""
@@ -201,7 +210,7 @@ class DesyncDetector:
         end, look = now + timeout, now + _FIRST_LOOK
         pause = _SHORTEST
         alarm = f"{meeting.epoch}/alarm"
-        longest = _LONGEST + _PER_RANK * len(meeting.group.members)
+        longest = _LONGEST + _PER_RANK * len(meeting.members)
         while not self._store.check([meeting.key("verdict")]):
             if self._store.check([alarm]):
                 is_report, text = json.loads(self._store.get(alarm))
@@ -251,10 +260,10 @@ class DesyncDetector:
     def _arrived(self, meeting: _Meeting) -> tuple[dict[int, Call], list[dict[str, Any]]]:
         """Return the calls of arrived ranks, by rank, and the records of missing ranks."""
         came, missing = {}, []
-        for rank in meeting.group.members:
+        for rank in meeting.members:
             record = self._record(rank)
-            place = record["places"].get(meeting.group.name)
-            if place and (place["epoch"], place["number"]) == (meeting.epoch, meeting.number):
+            place = record["places"].get(meeting.group)
+            if place and _Meeting(**place["meeting"]).key("") == meeting.key(""):
                 came[rank] = Call(**place["call"])
             else:
                 missing.append(record)
@@ -293,33 +302,20 @@ class DesyncDetector:
         call = Call(**place["call"])
         if record["left"]:
             return f"rank {rank} {record['left']}, after its last collective: {says(call, 2)}"
-        group = _Group(record["last"], tuple(place["members"]))
-        meeting = _Meeting(group, place["epoch"], place["number"])
-        others = say_ranks(other for other in group.members if other != rank)
+        meeting = _Meeting(**place["meeting"])
+        others = say_ranks(other for other in meeting.members if other != rank)
         # as it is; a key that is not there, or not any more, is left alone
         verdict = self._store.compare_set(meeting.key("verdict"), "none", "none").decode()
-        if place["epoch"] != f"{self._session}.{self._epoch}" or verdict == _OK:
+        if meeting.epoch != self._now or verdict == _OK:
             return f"rank {rank} last {says(call, 2)}, with {others}"
         return f"rank {rank} waits for {others} to {says(call, 1)}"
 
-    def _group(self, process_group: dist.ProcessGroup) -> _Group:
-        try:
-            members = tuple(dist.get_process_group_ranks(process_group))
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                "debug mode got a process group that torch.distributed does not know; make it "
-                "with torch.distributed.new_group, or turn debug mode off around its use"
-            ) from error
-        return _Group(str(process_group.group_name), members)
 
-
-@dataclass(frozen=True)
-class _Meeting:
-    """The meeting of ``group`` before its collective ``number`` of an epoch."""
-
-    group: _Group
-    epoch: str
-    number: int
-
-    def key(self, what: str) -> str:
-        return f"{self.epoch}/{self.group.name}/{self.number}/{what}"
+def _members(process_group: dist.ProcessGroup) -> list[int]:
+    try:
+        return dist.get_process_group_ranks(process_group)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            "debug mode got a process group that torch.distributed does not know; make it "
+            "with torch.distributed.new_group, or turn debug mode off around its use"
+        ) from error
