@@ -19,14 +19,13 @@ from fullshard.comm.runtime.works import awaited
 from fullshard.comm.same_host.shared_collective import SharedCollective
 from fullshard.comm.same_host.shared_group import SharedBuffer, shared_group
 from fullshard.comm.same_host.shared_regions import (
-    Packed,
     all_reduction,
     gather,
     launched,
     reduced,
 )
 from fullshard.comm.same_host.shared_signals import MessageKind
-from fullshard.comm.transports.contribution import Contribution
+from fullshard.comm.transports.contribution import Contribution, Rows, Span
 from fullshard.comm.transports.rank_order import check_reduction
 from fullshard.comm.transports.transport import SelfTransport, Transport
 
@@ -104,7 +103,8 @@ class SharedMemoryTransport(Transport):
         if input.numel() == 0:
             return None
         group = shared_group(process_group)
-        given = Packed(input, output.numel(), group.rank)
+        rows = (Rows(0, 0, input.detach().view(world_size, -1)),)
+        given = Span(rows=rows, dtype=input.dtype, rank=group.rank, numel=output.numel())
         return awaited(reduced(group, lambda: output, given, op), async_op)
 
     def parts_reducer(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,10 @@ from fullshard.comm.same_host.shared_collective import SharedCollective
 from fullshard.comm.same_host.shared_group import SharedGroup
 from fullshard.comm.same_host.shared_segment import aligned
 from fullshard.comm.same_host.shared_signals import SPANS, MessageKind, Peer
-from fullshard.comm.transports.contribution import Contribution, Rows, Span
+from fullshard.comm.transports.contribution import Contribution, Span
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
 
-__all__ = ["Packed", "all_reduction", "gather", "launched", "reduced"]
+__all__ = ["all_reduction", "gather", "launched", "reduced"]
 
 _WHOLE = 16 << 20  # bytes for each other rank, up to which a collective is launched as one
 _SPAN = 1 << 20  # the same of each span of a larger one
@@ -121,44 +121,10 @@ def gather(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Parts one after another in ``[world * n]``."""
-
-    input: torch.Tensor
-    numel: int
-    rank: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the input."""
-        return self.input.dtype
-
-    def write(self, buffer: torch.Tensor, ranks: range) -> None:
-        """Copy the parts for ``ranks``."""
-        start = ranks.start * self.numel
-        given = _bytes_of(self.input.view(-1).narrow(0, start, buffer.numel()))
-        _bytes_of(buffer).copy_(given)
-
-    def reduce(
-        self, others: Sequence[torch.Tensor | None], output: torch.Tensor, op: ReduceOp
-    ) -> None:
-        """Reduce all parts in rank order."""
-        mine = self.input.view(len(others), -1)
-        parts = [mine[rank] if other is None else other for rank, other in enumerate(others)]
-        reduce_in_rank_order(parts, output, op)
-
-    def span(self, start: int, numel: int) -> Span:
-        """Return a span of all parts."""
-        rows = (Rows(0, 0, self.input.detach().view(-1, self.numel)),)
-        rank, dtype = self.rank, self.dtype
-        return Span(rows=rows, dtype=dtype, rank=rank, start=start, numel=numel)
-
-
 def reduced(
     group: SharedGroup,
     allocate: Callable[[], torch.Tensor],
-    given: Contribution | Packed,
+    given: Contribution | Span,
     op: ReduceOp,
 ) -> dist.Work:
     """Launch a reduction; see [Note: spans].
@@ -190,7 +156,7 @@ def _part_of(result: Callable[[], torch.Tensor], start: int, numel: int) -> torc
 def _reduction(
     group: SharedGroup,
     allocate: Callable[[], torch.Tensor],
-    given: Contribution | Packed | Span,
+    given: Contribution | Span,
     op: ReduceOp,
 ) -> SharedCollective:
     """Return a reduction: a region with a part of each rank for every other, in rank order."""

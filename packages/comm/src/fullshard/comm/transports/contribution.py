@@ -54,7 +54,7 @@ class Rows:
     Attributes:
         first: the first of these ranks.
         start: the place: numbers from the start of a slice.
-        values: ``[ranks, n]``, in any floating-point dtype.
+        values: ``[ranks, n]``, in any dtype.
     """
 
     first: int
@@ -64,7 +64,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """The input of one rank to one span of a reduction.
+    """The input of one rank to one span of a reduction, or to the whole of it.
 
     Attributes:
         rows: what it gives to the whole reduction; zeros elsewhere.
@@ -77,8 +77,12 @@ class Span:
     rows: Sequence[Rows]
     dtype: torch.dtype
     rank: int
-    start: int
+    start: int = 0
     numel: int
+
+    def span(self, start: int, numel: int) -> Span:
+        """Return the span of ``numel`` numbers from ``start`` on."""
+        return replace(self, start=start, numel=numel)
 
     def write(self, buffer: torch.Tensor, ranks: range) -> None:
         """Fill ``buffer``, ``[len(ranks) * numel]``, with what this rank gives to ``ranks``."""
@@ -109,10 +113,21 @@ class Span:
             output: the span of this rank's result, ``[numel]``.
             op: the reduction.
         """
-        name = check_reduction(op, self.dtype)
-        self.write(output, range(self.rank, self.rank + 1))
-        parts = [output if other is None else other for other in others]
-        reduce_checked(parts, output, name)
+        name, own = check_reduction(op, self.dtype), self._own()
+        if own is None:
+            self.write(output, range(self.rank, self.rank + 1))
+            own = output
+        reduce_checked([own if other is None else other for other in others], output, name)
+
+    def _own(self) -> torch.Tensor | None:
+        """Return this rank's own numbers, if they are together and need no cast."""
+        for each in self.rows:
+            count, length = each.values.shape
+            first, start = self.rank - each.first, self.start - each.start
+            within = 0 <= first < count and 0 <= start <= length - self.numel
+            if within and each.values.dtype is self.dtype:
+                return each.values[first].narrow(0, start, self.numel)
+        return None
 
 
 class Contribution:
