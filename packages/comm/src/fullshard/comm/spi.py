@@ -11,18 +11,16 @@ from fullshard.comm.collectives.coalescing import (
     configs_coalesce,
 )
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
-from fullshard.comm.collectives.reduce import ReducePlan, take_input
+from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.comm.collectives.replicas import AllReduceInFlight, SecondReduceInFlight
 from fullshard.comm.debug.calls import Call
 from fullshard.comm.debug.debug import (
     DEBUGGED,
-    check_layout,
     is_debugging,
     leave_collectives,
     resume_collectives,
 )
 from fullshard.comm.debug.desync import DesyncDetector
-from fullshard.comm.debug.poison import check_unpoisoned
 from fullshard.comm.debug.timeline import Taken, Timeline
 from fullshard.comm.layouts.coded import CodedSpec, as_arrived, by_holder
 from fullshard.comm.layouts.layout import pieces_of
@@ -58,6 +56,7 @@ from fullshard.comm.same_host.shared_buffers import (
 from fullshard.comm.same_host.shared_frames import release_frames
 from fullshard.comm.same_host.shared_signals import NoRoomError
 from fullshard.comm.transports.all_to_all import all_to_all, exchange, is_served
+from fullshard.comm.transports.collective import Route
 from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
 
 __all__ = [
@@ -81,6 +80,7 @@ __all__ = [
     "NoRoomError",
     "OwnShards",
     "ReducePlan",
+    "Route",
     "SecondReduceInFlight",
     "SeveralWorks",
     "SharedGatherInFlight",
@@ -96,9 +96,7 @@ __all__ = [
     "by_holder",
     "can_pin",
     "carrier_of",
-    "check_layout",
     "check_reduction",
-    "check_unpoisoned",
     "coalesced_cap_mb",
     "coalescing_pays",
     "configs_coalesce",
@@ -133,7 +131,6 @@ __all__ = [
     "shard_plan",
     "shares_memory",
     "simulated",
-    "take_input",
     "timeout_of",
     "traits_of",
     "viewed",

@@ -8,38 +8,32 @@ are the same for every backend. Refuses: choosing what travels (see ``policy``).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
     DefaultReduceScatter,
-    EventKind,
     Layout,
     ReduceConfig,
-    ReduceInFlight,
+    ReduceOp,
+    ReduceScaling,
     TensorSpec,
 )
 from fullshard.comm.spi import (
-    DEBUGGED,
-    LISTENERS,
-    NOTHING,
     Buffer,
     ReducePlan,
+    Route,
     SeveralWorks,
     all_to_all,
-    check_layout,
-    check_unpoisoned,
-    is_debugging,
-    is_profiled,
-    named_range,
     op_name,
     pack_gradients,
     rank_major,
     shard_plan,
-    take_input,
     traits_of,
     viewed,
 )
@@ -86,32 +80,14 @@ class WidenedReducePlan(ReducePlan):
             place: form for place, form in enumerate(forms) if isinstance(form, BlockSpec)
         }
 
-    @torch.no_grad()
-    def launch(self, gradients: list[torch.Tensor | None]) -> ReduceInFlight:
-        """The reduction in flight of gradients that fit the layout; see ``foreach_reduce``."""
-        config, streams, sent = self.config, self.config.streams, self.sent
-        with named_range("post_backward_reduce", config.name) if is_profiled() else NOTHING:
-            group = config.process_group
-            if DEBUGGED and is_debugging():
-                check_unpoisoned(gradients, config.name)
-                check_layout(EventKind.REDUCE_SCATTER, config.name, sent, group, config.scaling)
-            packed = take_input(config, sent, self._rank)
-            self._pack(packed, gradients)
-            gradients.clear()
-            if LISTENERS:
-                nbytes = packed.tensor.nbytes
-                config.emit_launch(nbytes, nbytes)
-            flight = ReduceInFlight(self, packed, streams.record())
-            with streams.use(streams.reduce):
-                streams.reduce.wait_event(flight.event)
-                output = flight.allocate()
-                work = self._exchange(packed, output) if output.numel() else None
-                flight.launched(work)
-            return flight
+    def _find_route(self) -> Route:
+        """Return the all-to-all. It keeps no reference to this plan: residuals would live on."""
+        return Route(partial(type(self)._exchange, weakref.proxy(self)))
 
-    def _pack(self, packed: Buffer, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _pack(
+        self, packed: Buffer, gradients: Sequence[torch.Tensor | None], scaling: ReduceScaling
+    ) -> None:
         """Fill what is sent: narrow parts and the mask, and codes."""
-        scaling = self.config.scaling
         pack_gradients(packed, [*gradients, *self._used(gradients)], scaling, self._coded)
         for place, form in self._coded.items():
             gradient = gradients[place]
@@ -132,12 +108,18 @@ class WidenedReducePlan(ReducePlan):
                 mask[:, index] = 0.0
         return [mask]
 
-    def _exchange(self, packed: Buffer, output: torch.Tensor) -> dist.Work | None:
+    def _exchange(
+        self,
+        output: torch.Tensor,
+        sent: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
+    ) -> dist.Work | None:
         """Every rank's parts for this one, in flight; they are added once they are waited for."""
         config = self.config
         arrived = config.source.take(config.collective, self.sent, self._rank, config.device)
-        async_op, group = config.streams.asynchronous_work, config.process_group
-        work = all_to_all(arrived.tensor, packed.tensor, group, async_op)
+        work = all_to_all(arrived.tensor, sent, group, async_op)
 
         def finish() -> None:
             with torch.no_grad(), torch.inference_mode(output.is_inference()):

@@ -8,8 +8,9 @@ Invalid arguments raise before any collective is called.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime.compat import no_relation
 from fullshard.comm.runtime.devices import traits_of
-from fullshard.comm.runtime.observer import LISTENERS, EventKind
+from fullshard.comm.runtime.observer import LISTENERS
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.runtime.works import SeveralWorks
@@ -144,7 +145,8 @@ class ReducePlan:
     """Reductions of gradients of one layout, by one config: checked once, launched again and again.
 
     Attributes:
-        layout: where things lie.
+        layout: where things lie in the result.
+        sent: where things lie in the input, unless only the first ranks hold any.
         config: collective, ranks, streams, scaling.
         on_device: whether inputs are in memory of a device that queues its work.
         mask: where the used-parameter mask is in a slice; the tensors are before it.
@@ -156,7 +158,7 @@ class ReducePlan:
         Raises:
             ValueError: if the layout cannot be reduced, or does not fit the process group.
         """
-        self.layout = layout
+        self.layout = self.sent = layout
         self.config = config
         self.on_device = traits_of(config.device).queued
         self._rank = checks.check_world(layout, config.process_group, config.name)
@@ -174,16 +176,15 @@ class ReducePlan:
         Ranks that share memory read the gradients in place. Otherwise they are packed, and the list
         is emptied before there is memory for the result. See ``foreach_reduce``.
         """
-        layout, config, streams = self.layout, self.config, self.config.streams
+        layout, config, streams = self.sent, self.config, self.config.streams
         with named_range("post_backward_reduce", config.name) if is_profiled() else NOTHING:
             group, op = config.process_group, config.scaling.op
             if DEBUGGED and is_debugging():
                 check_unpoisoned(gradients, config.name)
-                check_layout(EventKind.REDUCE_SCATTER, config.name, layout, group, config.scaling)
+                check_layout(config.kind, config.name, layout, group, config.scaling)
             route = self._route
             if route is None or route.epoch != EPOCH[0]:
-                route = config.collective.reduce_route(group, config.device, op)
-                self._route = route
+                route = self._route = self._find_route()
             if route.parts is not None and layout.buffer.slice_numel:
                 in_parts = self._launch_parts(gradients, route.parts)
                 if in_parts is not None:
@@ -193,7 +194,7 @@ class ReducePlan:
                 narrow = self._narrow
                 layout, rank = narrow, min(rank, narrow.world_size - 1)
             packed = take_input(config, layout, rank)
-            pack_gradients(packed, gradients, config.scaling)
+            self._pack(packed, gradients, config.scaling)
             gradients.clear()
             if LISTENERS:
                 config.emit_launch(packed.tensor.nbytes, packed.tensor.nbytes)
@@ -213,6 +214,15 @@ class ReducePlan:
                     raise_located(error, config.what, config.name, group)
                 flight.launched(work)
             return flight
+
+    _pack: ClassVar[Callable[..., None]] = staticmethod(pack_gradients)  # no frame of ours
+    """Fill the input with gradients, which the scaling's ``pre`` multiplies."""
+
+    def _find_route(self) -> Route:
+        """Return the functions that reduce."""
+        config = self.config
+        group, device, op = config.process_group, config.device, config.scaling.op
+        return config.collective.reduce_route(group, device, op)
 
     def _from_first(
         self, packed: Buffer, output: torch.Tensor, work: dist.Work | None
