@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.comm import RankMajorLayout, TensorSpec
-from fullshard.comm.spi import own_mask, shard_plan, viewed
+from fullshard.comm.spi import own_mask, shard_views
 from fullshard.elastic.membership import Member, Roster, next_lineage
 from fullshard.elastic.pieces import Peer, copied_into, packed, packed_numel, pairs_with
 
@@ -74,7 +74,7 @@ def test_what_ranks_of_another_group_send_is_a_ranks_own_slice(
 
     def slice_of(layout: RankMajorLayout, rank: int) -> torch.Tensor:
         output = torch.zeros(layout.buffer.slice_numel)
-        shards = viewed(output, shard_plan(layout, rank))
+        shards = shard_views(output, layout, rank)
         for spec, full, shard in zip(specs, whole, shards, strict=True):
             start = spec.first_row(rank, layout.world_size)
             shard.copy_(full.narrow(spec.dim, start, shard.shape[spec.dim]))

@@ -26,7 +26,7 @@ from fullshard.comm.layouts.coded import CodedSpec, as_arrived, by_holder
 from fullshard.comm.layouts.layout import pieces_of
 from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.layouts.scaling import backend_averages, op_name
-from fullshard.comm.layouts.views import own_mask, shard_plan, viewed
+from fullshard.comm.layouts.views import own_mask, shard_views
 from fullshard.comm.runtime.carriers import carrier_of, host_carrier_of
 from fullshard.comm.runtime.command_line import CommandParser
 from fullshard.comm.runtime.compat import (
@@ -128,10 +128,9 @@ __all__ = [
     "release_frames",
     "require",
     "resume_collectives",
-    "shard_plan",
+    "shard_views",
     "shares_memory",
     "simulated",
     "timeout_of",
     "traits_of",
-    "viewed",
 ]

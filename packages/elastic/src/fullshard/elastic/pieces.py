@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.comm import Layout, TensorSpec
-from fullshard.comm.spi import own_mask, shard_plan, viewed
+from fullshard.comm.spi import own_mask, shard_views
 
 __all__ = [
     "Peer",
@@ -75,7 +75,7 @@ def _views(output: torch.Tensor, layout: Layout, here: Peer, there: Peer) -> lis
 
     The mask goes between ranks that pair, as every rank of a group has the same.
     """
-    shards = viewed(output, shard_plan(layout, here.rank))
+    shards = shard_views(output, layout, here.rank)
     parts = []
     for rows in shared_rows(layout.specs, here, there):
         spec = layout.specs[rows.index]

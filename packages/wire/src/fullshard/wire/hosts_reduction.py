@@ -14,7 +14,7 @@ from typing import cast
 import torch
 
 from fullshard.comm import DefaultReduceScatter, Layout, ReduceConfig, ReduceOp, TensorSpec
-from fullshard.comm.spi import ReducePlan, foreach_copy, own_mask, shard_plan, viewed
+from fullshard.comm.spi import ReducePlan, foreach_copy, own_mask, shard_views
 from fullshard.wire.hosts import Hosts, Level
 from fullshard.wire.hosts_transport import HostsTransport
 from fullshard.wire.reduction import WidenedReducePlan
@@ -55,10 +55,10 @@ class _Narrow(WidenedReducePlan):
         keys = {place: form.keys(rank) for place, form in self._coded.items()}
         targets, sources = [], []
         for row, target, holder in zip(sums, sent.view(len(ranks), -1), ranks, strict=True):
-            shards = viewed(row, shard_plan(self.layout, holder))
+            shards = shard_views(row, self.layout, holder)
             if self.layout.mask_numel:
                 shards.append(own_mask(row, self.layout).unsqueeze(0))
-            places = viewed(target, shard_plan(self.sent, holder))
+            places = shard_views(target, self.sent, holder)
             for place, (shard, lies) in enumerate(zip(shards, places, strict=True)):
                 if not shard.numel():
                     continue

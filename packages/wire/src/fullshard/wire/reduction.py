@@ -33,9 +33,8 @@ from fullshard.comm.spi import (
     op_name,
     pack_gradients,
     rank_major,
-    shard_plan,
+    shard_views,
     traits_of,
-    viewed,
 )
 from fullshard.wire.blocks import BlockSpec
 
@@ -75,7 +74,6 @@ class WidenedReducePlan(ReducePlan):
         # Layouts are cached: residuals must not live as long.
         laid = [replace(f, residual=None) if isinstance(f, BlockSpec) else f for f in forms]
         self.sent = rank_major((*laid, mask) if layout.mask_numel else tuple(laid), world)
-        self._arrives = shard_plan(self.sent, self._rank)
         self._coded = {
             place: form for place, form in enumerate(forms) if isinstance(form, BlockSpec)
         }
@@ -133,7 +131,7 @@ class WidenedReducePlan(ReducePlan):
 
     def _add(self, arrived: Sequence[torch.Tensor], output: torch.Tensor) -> None:
         """Fill ``output`` with the sum, or average, of the slices that came from each rank."""
-        by_rank = [viewed(part, self._arrives) for part in arrived]
+        by_rank = [shard_views(part, self.sent, self._rank) for part in arrived]
         targets = list(self.shards_in(output).shards)
         if self.layout.mask_numel:
             targets.append(output[self.mask])

@@ -27,7 +27,6 @@ __all__ = [
     "pieces_within",
     "shard_plan",
     "shard_views",
-    "viewed",
 ]
 
 
@@ -41,7 +40,7 @@ class _Strided:
     offset: int
 
 
-def viewed(buffer: torch.Tensor, plans: Sequence[_Strided]) -> list[torch.Tensor]:
+def _viewed(buffer: torch.Tensor, plans: Sequence[_Strided]) -> list[torch.Tensor]:
     """The planned views; the buffer itself is seen through each dtype once."""
     bases = {buffer.dtype: buffer}
     views = []
@@ -61,7 +60,7 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def shard_plan(layout: Layout, rank: int) -> tuple[_Strided, ...]:
-    """The views of the shards of ``rank`` in its slice, as a plan for ``viewed``."""
+    """The views of the shards of ``rank`` in its slice, as a plan."""
     plans = []
     for spec, extent in zip(layout.specs, layout.extents, strict=True):
         shape = spec.shard_shape(rank, layout.world_size)
@@ -165,7 +164,7 @@ def even_ranks(layout: Layout) -> int:
 
 def shard_views(slice_buffer: torch.Tensor, layout: Layout, rank: int) -> list[torch.Tensor]:
     """Per tensor, the view of ``rank``'s own shard in its slice, ``[slice_numel]``."""
-    return viewed(slice_buffer, shard_plan(layout, rank))
+    return _viewed(slice_buffer, shard_plan(layout, rank))
 
 
 def piece_views(
@@ -180,7 +179,7 @@ def piece_views(
         left_out: numbers of tensors of which no view is wanted.
     """
     plans = enumerate(_piece_plan(layout, ranks))
-    return [[] if at in left_out else viewed(buffer, pieces) for at, pieces in plans]
+    return [[] if at in left_out else _viewed(buffer, pieces) for at, pieces in plans]
 
 
 def full_views(full: torch.Tensor, spec: TensorSpec, pieces: Sequence[Piece]) -> list[torch.Tensor]:
@@ -220,7 +219,7 @@ def gap_views(buffer: torch.Tensor, layout: Layout, ranks: range) -> list[torch.
         layout: where things lie.
         ranks: as for ``piece_views``.
     """
-    return viewed(buffer, _gap_plan(layout, ranks))
+    return _viewed(buffer, _gap_plan(layout, ranks))
 
 
 def mask_view(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
