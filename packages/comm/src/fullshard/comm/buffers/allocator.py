@@ -46,20 +46,18 @@ class Allocates(Protocol):
         """A contiguous tensor of ``size``; its contents may be anything."""
 
 
-class BufferMemory(Protocol):
-    """The source of the buffers of collectives: an adapted collective."""
+class BufferMemory:
+    """The source of the buffers of collectives: an adapted collective.
 
-    @property
-    def reusable(self) -> bool:
-        """Whether memory from ``allocate`` may be reused for later collectives."""
+    Attributes:
+        reusable: whether memory from ``allocate`` may be reused for later collectives.
+        allocate: the method of the collective that allocates buffers.
+        allocates: its name, for messages.
+    """
 
-    @property
-    def allocates(self) -> str:
-        """The name of the method that allocates buffers, for messages."""
-
-    @property
-    def allocate(self) -> Callable[..., torch.Tensor]:
-        """The ``allocate`` of the collective."""
+    reusable = False
+    allocate: Callable[..., torch.Tensor]
+    allocates: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ class _Composed(Collective):
         own = cast("type[DefaultAllGather] | type[DefaultReduceScatter]", type(self))
         calls = DefaultAllGather.__call__, DefaultReduceScatter.__call__
         self._composes = own.__call__ in calls and own.allocate is _Composed.allocate
+        self.allocates = f"{own.__name__}.allocate (its {type(self.allocator).__name__}.empty)"
         if own.allocate is _Composed.allocate:  # no frame of ours
             self.allocate = self.allocator.empty  # type: ignore[assignment,method-assign]
         plain = self._composes and self.reusable  # most capabilities need the default allocator
@@ -69,12 +70,6 @@ class _Composed(Collective):
     @property
     def _comm(self) -> AllGather | ReduceScatter:  # type: ignore[override]  # no cycle
         return cast("AllGather | ReduceScatter", self)
-
-    @property
-    def allocates(self) -> str:
-        """The name of the method that allocates buffers, for messages."""
-        allocator = type(self.allocator).__name__
-        return f"{type(self).__name__}.allocate (its {allocator}.empty)"
 
     @property
     def is_automatic(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.buffers.allocator import Allocates
+from fullshard.comm.buffers.allocator import Allocates, BufferMemory
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.transports.contribution import PartsReducer
 from fullshard.comm.transports.transport import (
@@ -93,33 +93,27 @@ class Route:
     epoch: int = field(default_factory=lambda: EPOCH[0])
 
 
-class Collective:
+class Collective(BufferMemory):
     """The capabilities of a collective, as the engine asks for them.
 
     The defaults are those of a collective of a user's own: it is only called.
 
     Attributes:
-        reusable: whether memory from ``allocate`` may be reused for later collectives.
         offers: the capabilities of a transport that may replace calls of the collective.
     """
 
-    reusable = False
     offers: Transport = WithoutCapabilities(ProcessGroupTransport())
 
     def __init__(self, comm: AllGather | ReduceScatter) -> None:
         """Adapt ``comm``, which has the methods of its interface."""
         self._comm = comm
         self.allocate = comm.allocate
+        self.allocates = f"{type(comm).__name__}.allocate"
 
     @staticmethod
     def of(comm: AllGather | ReduceScatter) -> Collective:
         """Return ``comm`` itself if it is a ``Collective``; otherwise adapt it."""
         return comm if isinstance(comm, Collective) else Collective(comm)
-
-    @property
-    def allocates(self) -> str:
-        """The name of the method that allocates buffers, for messages."""
-        return f"{type(self._comm).__name__}.allocate"
 
     @property
     def is_automatic(self) -> bool:
