@@ -97,10 +97,6 @@ def same_host_transport(process_group: dist.ProcessGroup) -> Transport:
     A collective call at a process group's first time: all ranks get the same answer. Shared memory
     is for processes on one host that speak gloo on CPU; *self* is for one rank.
     """
-    return _choice(process_group)
-
-
-def _choice(process_group: dist.ProcessGroup) -> Transport:
     choice = _choices.get(process_group)
     if choice is None:
         choice = _choices[process_group] = _choose(process_group)
@@ -237,7 +233,7 @@ class AutomaticTransport(Transport):
 def _transport_for(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> Transport:
     if not _enabled or not traits_of(tensor.device).shared_memory or tensor.numel() == 0:
         return _OWN
-    return _choice(process_group)
+    return same_host_transport(process_group)
 
 
 @dataclass(frozen=True, kw_only=True)

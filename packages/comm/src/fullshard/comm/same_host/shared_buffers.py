@@ -34,6 +34,7 @@ class SharedTensors:
         buffer: where they lie.
         layout: their shapes and how they are cut; its buffers are not used.
         nbytes: of all of them.
+        own_nbytes: of the shards that this rank writes.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class SharedTensors:
         self.buffer = buffer
         self.layout = layout
         self.nbytes = sum(full.nbytes for full in fulls)
-        self.own = [
+        own = [
             full.view(spec.laid_shape).narrow(
                 spec.dim,
                 spec.first_row(rank, layout.world_size),
@@ -61,8 +62,9 @@ class SharedTensors:
             )
             for full, spec in zip(fulls, layout.specs, strict=True)
         ]
-        self._filled = [index for index, own in enumerate(self.own) if own.numel()]
-        self._targets = [self.own[index] for index in self._filled]
+        self.own_nbytes = sum(part.nbytes for part in own)
+        self._filled = [index for index, part in enumerate(own) if part.numel()]
+        self._targets = [own[index] for index in self._filled]
 
     def write(self, shards: Sequence[torch.Tensor]) -> None:
         """Put this rank's shards in their places; a dtype other than the full tensor's is cast."""
@@ -113,7 +115,7 @@ def foreach_all_gather_in_place(
     if DEBUGGED:
         check_layout(EventKind.ALL_GATHER, config.name, full.layout, config.process_group)
     if LISTENERS:
-        config.emit_launch(sum(own.nbytes for own in full.own), full.nbytes)
+        config.emit_launch(full.own_nbytes, full.nbytes)
     with named_range("all_gather", config.name) if is_profiled() else NOTHING:
         try:
             work = full.buffer.gather(lambda: full.write(shards))
