@@ -379,15 +379,11 @@ class SharedGroup:
             self.finish(self._pending[0])
 
     def _fit(self, size: int, collective: SharedCollective) -> None:
-        """Make the segment large enough for regions of ``size``."""
+        """Make the segment large enough for regions of ``size``: map another in its place."""
         if _HELD * size > self.capacity:
-            self._grow(_HELD * size, collective)
+            make = partial(SegmentFile.make, whole_pages(_HELD * size))
+            segment = map_together(self.channel, make, map_segment, collective)
+            while self._pending:  # every rank is here, so it has written its part of them
+                self.finish(self._pending[0])
+            self._segment, self._ring = segment, Ring(segment.numel())
         self._largest = size
-
-    def _grow(self, nbytes: int, collective: SharedCollective) -> None:
-        """Map a segment of ``nbytes`` at least, in place of the present one."""
-        make = partial(SegmentFile.make, whole_pages(nbytes))
-        segment = map_together(self.channel, make, map_segment, collective)
-        while self._pending:  # every rank is here, so it has written its part of them
-            self.finish(self._pending[0])
-        self._segment, self._ring = segment, Ring(segment.numel())

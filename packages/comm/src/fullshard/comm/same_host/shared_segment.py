@@ -187,10 +187,8 @@ class Ring:
     def has_room(self, nbytes: int) -> bool:
         """Whether the next region of ``nbytes``, at most the capacity, would overlap no other."""
         start = self._start(nbytes)
-        for region in self._regions:
-            if region.start < start + nbytes and start < region.end:
-                return False
-        return True
+        end = start + nbytes
+        return not any(each.start < end and start < each.end for each in self._regions)
 
     def take(self, number: int, nbytes: int) -> int:
         """Where the region of collective ``number`` starts; there is room for it."""

@@ -198,7 +198,10 @@ class Peer:
             if done(self):
                 return
             if self._failure is not None:
-                raise _passed_on(self.rank, self._failure)
+                kind, _, culprit, _ = self._failure
+                why = _FAILURES[MessageKind(kind)]
+                said = f"rank {culprit} {why}, says rank {self.rank}."
+                raise PeerLostError(said, culprit, kind)
             if self._ended:
                 raise PeerLostError(
                     f"rank {self.rank} (process {self.process}) has ended, or given up its process "
@@ -252,12 +255,6 @@ class Peer:
         for fd in (self._inbox, self._outbox, self._watch):
             if fd is not None:
                 os.close(fd)
-
-
-def _passed_on(sender: int, failure: Message) -> PeerLostError:
-    why = _FAILURES[MessageKind(failure.kind)]
-    message = f"rank {failure.value} {why}, says rank {sender}."
-    return PeerLostError(message, failure.value, failure.kind)
 
 
 def _watch(process: int) -> int | None:
