@@ -37,7 +37,7 @@ MIXED = RankMajorLayout(
 
 
 def take(pool: BufferPool, layout: RankMajorLayout, comm: Any = None) -> Buffer:
-    return pool.take(DefaultAllGather() if comm is None else comm, layout, 0, CPU)
+    return pool.take(Collective(DefaultAllGather()) if comm is None else comm, layout, 0, CPU)
 
 
 def give_back(pool: BufferPool, buffer: Buffer) -> None:
@@ -142,8 +142,8 @@ def test_only_memory_of_the_caching_allocator_is_reusable() -> None:
         def empty(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
             return torch.empty(tuple(size), dtype=dtype, device=device)
 
-    assert DefaultAllGather().reusable
-    assert not DefaultAllGather(allocator=Elsewhere()).reusable
+    assert Collective(DefaultAllGather()).reusable
+    assert not Collective(DefaultAllGather(allocator=Elsewhere())).reusable
 
 
 def _gathered(layout: RankMajorLayout, source: Any, step: int) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from fullshard.comm import (
     all_gather_tensors,
     reduce_scatter_tensors,
 )
+from fullshard.comm.transports.collective import Collective
 from support.ranks import distributed, world
 
 
@@ -131,11 +132,11 @@ class _CapableButWrong(ProcessGroupTransport):
 @distributed(2)
 def test_a_capability_that_answers_wrongly_is_named() -> None:
     group, device, transport = world(), torch.device("cpu"), _CapableButWrong()
-    gather = DefaultAllGather(transport=transport)
+    gather = Collective(DefaultAllGather(transport=transport))
     reduce = DefaultReduceScatter(transport=transport)
     for narrow in (
         gather.gather_route(group, device).narrow_launch,
-        reduce.reduce_route(group, device, dist.ReduceOp.SUM).narrow_launch,
+        Collective(reduce).reduce_route(group, device, dist.ReduceOp.SUM).narrow_launch,
     ):
         assert narrow is not None
         with pytest.raises(TypeError, match=r"^_CapableButWrong gave 'ok'"):

@@ -26,6 +26,7 @@ from fullshard.comm import (
 from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.same_host.shared_buffers import SharedTensors, foreach_all_gather_in_place
 from fullshard.comm.same_host.shared_segment import SegmentFile
+from fullshard.comm.transports.collective import Collective
 from support.apart import private_memory
 from support.collectives import gather_config, shard_of
 from support.ranks import RanksFailed, distributed, run_on_ranks, world
@@ -146,7 +147,7 @@ def test_there_is_a_shared_buffer_only_where_the_collective_does_nothing_else_it
             """Something else."""
 
     def is_opened(comm: DefaultAllGather) -> bool:
-        return comm.offers.open_shared_buffer(world(), 64) is not None
+        return Collective(comm).offers.open_shared_buffer(world(), 64) is not None
 
     automatic = AutomaticTransport()
     assert is_opened(DefaultAllGather(transport=automatic))

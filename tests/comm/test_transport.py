@@ -17,6 +17,7 @@ from fullshard.comm import (
     Transport,
 )
 from fullshard.comm.same_host.same_host import AutomaticTransport
+from fullshard.comm.transports.collective import Collective
 from fullshard.comm.transports.transport import adapted
 from support.ranks import distributed, world
 
@@ -126,7 +127,7 @@ def test_a_subclass_may_declare_capabilities_of_the_method_that_it_overrides() -
             return 16
 
     group = group_of(0, 2)
-    comm = DefaultAllGather(transport=Own())
+    comm = Collective(DefaultAllGather(transport=Own()))
     assert comm.offers.coalesced_up_to(group, torch.device("cpu")) == 16
 
 
@@ -150,9 +151,10 @@ def test_a_transport_without_the_base_class_is_only_called() -> None:
     own = _Minimal()
     for comm in (DefaultAllGather(transport=own), DefaultReduceScatter(transport=own)):
         assert comm.transport is own
-        assert comm.offers.coalesced_up_to(group, cpu) == 0
-        assert not comm.offers.aliases_input(group)
-        assert not comm.is_automatic
+        collective = Collective(comm)
+        assert collective.offers.coalesced_up_to(group, cpu) == 0
+        assert not collective.offers.aliases_input(group)
+        assert not collective.is_automatic
     assert adapted(own).narrow_gather(cpu) is None
     transport = ProcessGroupTransport()
     assert adapted(transport) is transport

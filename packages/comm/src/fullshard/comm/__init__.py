@@ -14,12 +14,6 @@ from fullshard.comm.buffers.allocator import (
     SymmetricMemoryAllocator,
 )
 from fullshard.comm.buffers.buffers import BufferPool
-from fullshard.comm.collectives.composed import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-    default_all_gather,
-    default_reduce_scatter,
-)
 from fullshard.comm.collectives.gather import (
     AllGatherInFlight,
     foreach_all_gather,
@@ -46,6 +40,8 @@ from fullshard.comm.runtime.observer import (
 from fullshard.comm.runtime.streams import CommStreams
 from fullshard.comm.same_host.same_host import (
     SharedMemoryStatistics,
+    default_all_gather,
+    default_reduce_scatter,
     reset_shared_memory,
     same_host_transport,
     set_shared_memory,
@@ -55,7 +51,12 @@ from fullshard.comm.same_host.shared_frames import set_shared_frames
 from fullshard.comm.same_host.shared_memory import SharedMemoryTransport
 from fullshard.comm.same_host.shared_signals import PeerLostError, SharedMemoryError
 from fullshard.comm.transports.all_to_all import AllToAllTransport
-from fullshard.comm.transports.collective import AllGather, ReduceScatter
+from fullshard.comm.transports.collective import (
+    AllGather,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ReduceScatter,
+)
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 from fullshard.comm.transports.contribution import PartsReducer
 from fullshard.comm.transports.transport import (

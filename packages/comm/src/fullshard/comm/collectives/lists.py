@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.collectives.composed import default_all_gather, default_reduce_scatter
 from fullshard.comm.collectives.gather import foreach_all_gather, foreach_all_gather_copy_out
 from fullshard.comm.collectives.reduce import foreach_reduce
 from fullshard.comm.layouts.layout import TensorSpec
@@ -19,6 +18,7 @@ from fullshard.comm.layouts.rank_major import rank_major
 from fullshard.comm.layouts.scaling import backend_averages, reduction_scaling
 from fullshard.comm.runtime.required import require
 from fullshard.comm.runtime.streams import CommStreams, canonical_device
+from fullshard.comm.same_host.same_host import default_all_gather, default_reduce_scatter
 from fullshard.comm.transports.collective import AllGather, ReduceScatter
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 

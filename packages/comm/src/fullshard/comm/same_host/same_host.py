@@ -25,7 +25,7 @@ from fullshard.comm.same_host.shared_group import (
 from fullshard.comm.same_host.shared_memory import SharedMemoryTransport
 from fullshard.comm.same_host.shared_signals import NoRoomError, SharedMemoryError
 from fullshard.comm.transports.all_to_all import AllToAllTransport
-from fullshard.comm.transports.collective import EPOCH
+from fullshard.comm.transports.collective import EPOCH, DefaultAllGather, DefaultReduceScatter
 from fullshard.comm.transports.contribution import Contribution
 from fullshard.comm.transports.rank_order import is_reduction
 from fullshard.comm.transports.transport import (
@@ -37,6 +37,8 @@ from fullshard.comm.transports.transport import (
 __all__ = [
     "AutomaticTransport",
     "SharedMemoryStatistics",
+    "default_all_gather",
+    "default_reduce_scatter",
     "reset_shared_memory",
     "same_host_transport",
     "set_shared_memory",
@@ -234,6 +236,20 @@ def _transport_for(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> Tr
     if not _enabled or not traits_of(tensor.device).shared_memory or tensor.numel() == 0:
         return _OWN
     return same_host_transport(process_group)
+
+
+def default_all_gather(process_group: dist.ProcessGroup) -> DefaultAllGather:
+    """The default all-gather: *self* for one rank, ``AutomaticTransport`` for several."""
+    return DefaultAllGather(transport=_default_transport(process_group))
+
+
+def default_reduce_scatter(process_group: dist.ProcessGroup) -> DefaultReduceScatter:
+    """The default reduce-scatter: *self* for one rank, ``AutomaticTransport`` for several."""
+    return DefaultReduceScatter(transport=_default_transport(process_group))
+
+
+def _default_transport(process_group: dist.ProcessGroup) -> Transport:
+    return SelfTransport() if process_group.size() == 1 else AutomaticTransport()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,30 +1,52 @@
 """The two collectives as objects: they allocate buffers, and they are called.
 
 ``AllGather`` and ``ReduceScatter`` are the interfaces, with torch's signatures. A user's own object
-needs only their methods; ``Collective`` adapts it once, and states the capabilities of all others.
+needs only their methods. The defaults are a transport and an allocator, each of them replaceable.
+``Collective`` finds once what the engine may do with a collective. ``same_host`` chooses the
+transport of a process group.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.buffers.allocator import Allocates, BufferMemory
+from fullshard.comm.buffers.allocator import (
+    Allocates,
+    Allocator,
+    BufferMemory,
+    CachingAllocator,
+)
 from fullshard.comm.layouts.scaling import ReduceOp
+from fullshard.comm.runtime.required import require
+from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.transports.contribution import PartsReducer
+from fullshard.comm.transports.rank_order import is_reduction
 from fullshard.comm.transports.transport import (
+    MovesBuffers,
     NarrowLaunch,
     ProcessGroupTransport,
     Transport,
     WithoutCapabilities,
+    adapted,
 )
 
-__all__ = ["EPOCH", "AllGather", "Collective", "ReduceScatter", "Route", "checked", "require_work"]
+__all__ = [
+    "EPOCH",
+    "AllGather",
+    "Collective",
+    "DefaultAllGather",
+    "DefaultReduceScatter",
+    "ReduceScatter",
+    "Route",
+    "require_work",
+]
 
 
 class AllGather(Allocates, Protocol):
@@ -67,6 +89,82 @@ class ReduceScatter(Allocates, Protocol):
         """
 
 
+class _Composed:
+    """A transport and an allocator."""
+
+    def __init__(
+        self, *, transport: MovesBuffers | None = None, allocator: Allocator | None = None
+    ) -> None:
+        self.transport: MovesBuffers = ProcessGroupTransport() if transport is None else transport
+        self.allocator: Allocator = CachingAllocator() if allocator is None else allocator
+        self._moves = adapted(self.transport)
+        require(Allocator, self.allocator)
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A tensor from the allocator."""
+        return self.allocator.empty(size, dtype=dtype, device=device)
+
+    def __repr__(self) -> str:
+        """The class and its two choices."""
+        return f"{type(self).__name__}(transport={self.transport!r}, allocator={self.allocator!r})"
+
+
+class DefaultAllGather(_Composed, AllGather):
+    """An all-gather composed of a transport and an allocator.
+
+    Args:
+        transport: who moves the bytes; the process group by default.
+        allocator: where buffers come from; torch's caching allocator by default.
+
+    Raises:
+        TypeError: if one of the two lacks a member, which is named.
+    """
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather; the input is copied where it may not be a part of the output."""
+        if self.transport.in_place:
+            return self.transport.all_gather(output_tensor, input_tensor, group, async_op)
+        own = input_tensor.clone()
+        work = self.transport.all_gather(output_tensor, own, group, async_op)
+        return None if work is None else SeveralWorks((work,), partial(_keep, own))
+
+
+class DefaultReduceScatter(_Composed, ReduceScatter):
+    """A reduce-scatter composed of a transport and an allocator.
+
+    Args:
+        transport: who moves the bytes; the process group by default.
+        allocator: where buffers come from; torch's caching allocator by default.
+
+    Raises:
+        TypeError: if one of the two lacks a member, which is named.
+    """
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce and scatter."""
+        return self.transport.reduce_scatter(output_tensor, input_tensor, group, op, async_op)
+
+
+def _keep(*tensors: torch.Tensor) -> None:
+    """Do nothing: the arguments of this call keep the tensors alive until then."""
+
+
+_NO_CAPABILITIES = WithoutCapabilities(ProcessGroupTransport())
 EPOCH = [0]
 """One number, which grows when settings change that decide between transports."""
 
@@ -94,49 +192,74 @@ class Route:
 
 
 class Collective(BufferMemory):
-    """The capabilities of a collective, as the engine asks for them.
+    """What the engine may do with a collective.
 
-    The defaults are those of a collective of a user's own: it is only called.
+    A user's own collective is only called. A default collective is not called: the engine calls its
+    transport, unless a subclass overrides ``__call__`` or ``allocate``. Capabilities that replace
+    calls of the transport need the default allocator, too.
 
     Attributes:
         offers: the capabilities of a transport that may replace calls of the collective.
     """
 
-    offers: Transport = WithoutCapabilities(ProcessGroupTransport())
-
     def __init__(self, comm: AllGather | ReduceScatter) -> None:
         """Adapt ``comm``, which has the methods of its interface."""
         self._comm = comm
-        self.allocate = comm.allocate
-        self.allocates = f"{type(comm).__name__}.allocate"
-
-    @staticmethod
-    def of(comm: AllGather | ReduceScatter) -> Collective:
-        """Return ``comm`` itself if it is a ``Collective``; otherwise adapt it."""
-        return comm if isinstance(comm, Collective) else Collective(comm)
+        self._mover: object = comm  # for messages
+        self._moves: Transport | None = None  # called in place of the collective
+        self.offers: Transport = _NO_CAPABILITIES
+        self.allocate, self.allocates = comm.allocate, f"{type(comm).__name__}.allocate"
+        if isinstance(comm, _Composed):
+            self.allocates += f" (its {type(comm.allocator).__name__}.empty)"
+            # Other allocators may have other rules for the reuse of their memory.
+            self.reusable = isinstance(comm.allocator, CachingAllocator)
+            # The methods of a subclass see every buffer.
+            own = type(comm)
+            calls = DefaultAllGather.__call__, DefaultReduceScatter.__call__
+            if own.__call__ in calls and own.allocate is _Composed.allocate:
+                self._mover, self._moves = comm.transport, comm._moves
+                self.allocate = comm.allocator.empty
+                if self.reusable:
+                    self.offers = comm._moves
 
     @property
     def is_automatic(self) -> bool:
         """Whether the user chose neither the collective nor its transport."""
-        return False
+        return self._moves is not None and self._moves.is_automatic
 
     def coalesces_with(self, other: Collective) -> bool:
         """Return whether one launch of either may move the buffers of both."""
-        return False
+        return self._moves is not None and self._moves == other._moves
 
     def gather_route(self, process_group: dist.ProcessGroup, device: torch.device) -> Route:
         """Return the functions that gather. A collective call at a process group's first time."""
-        names = "output_tensor", "input_tensor", "group", "async_op"
-        comm = self._comm
-        return Route(checked(comm, lambda *given: comm(**dict(zip(names, given, strict=True)))))
+        if self._moves is None or not self._moves.in_place:
+            return self._called_by("output_tensor", "input_tensor", "group", "async_op")
+        transport = self._moves.resolve(process_group, device)
+        narrow = transport.narrow_gather(device) if self.reusable else None
+        return Route(self._checked(transport.all_gather), narrow and self._checked(narrow))
 
     def reduce_route(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
     ) -> Route:
         """Return the functions that reduce. A collective call at a process group's first time."""
-        names = "output_tensor", "input_tensor", "group", "op", "async_op"
+        parts = self.offers.parts_reducer(process_group, device, op)
+        if self._moves is None or not is_reduction(op):
+            route = self._called_by("output_tensor", "input_tensor", "group", "op", "async_op")
+            return replace(route, parts=parts)
+        transport = self._moves.resolve(process_group, device)
+        narrow = transport.narrow_reduce(process_group, device) if self.reusable else None
+        checked_narrow = narrow and self._checked(narrow)
+        return Route(self._checked(transport.reduce_scatter), checked_narrow, parts)
+
+    def _called_by(self, *names: str) -> Route:
+        """Return a call of the collective itself, with arguments of these names."""
         comm = self._comm
         return Route(checked(comm, lambda *given: comm(**dict(zip(names, given, strict=True)))))
+
+    def _checked(self, launch: Callable[..., dist.Work | None]) -> Callable[..., dist.Work | None]:
+        """Return ``launch`` of the transport, whose answer is checked if a user chose it."""
+        return launch if self.is_automatic else checked(self._mover, launch)
 
 
 def checked(

@@ -56,7 +56,7 @@ class _Shared:
 
     def __post_init__(self) -> None:
         """Adapt the collective, name the device as tensors do, and prepare for the exit."""
-        object.__setattr__(self, "collective", Collective.of(self.comm))
+        object.__setattr__(self, "collective", Collective(self.comm))
         object.__setattr__(self, "device", canonical_device(self.device))
         finish_threads_at_exit()
         record_process()
