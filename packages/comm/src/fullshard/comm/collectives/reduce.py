@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer, allocate_from
 from fullshard.comm.buffers.packing import pack_gradients
-from fullshard.comm.debug.debug import DEBUGGED, check_layout, is_debugging
-from fullshard.comm.debug.poison import check_unpoisoned
+from fullshard.comm.debug.debug import DEBUGGED, check_layout, check_unpoisoned, is_debugging
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime.compat import no_relation

@@ -4,6 +4,10 @@ Owns whether it is on, for which rank of this process, and the calls by which co
 rank is known by its default process group, as ranks may be threads, and a backward may run on
 another thread than the one that turned debug mode on. Refuses: how ranks find out, which is
 ``desync``'s. Off, which is the default, a collective pays one look at a flag.
+
+[Note: poison] Debug mode puts poison where full parameters were, once their memory was given back.
+Every byte is ``POISON``, which reads as NaN in all floating-point dtypes. ``check_unpoisoned``
+finds it in gradients. ``same_host`` puts it where it belongs.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -30,8 +34,10 @@ from fullshard.comm.runtime.process_exit import finish_threads_at_exit
 
 __all__ = [
     "DEBUGGED",
+    "POISON",
     "check_collective",
     "check_layout",
+    "check_unpoisoned",
     "debug_collectives",
     "is_debugging",
     "leave_collectives",
@@ -39,6 +45,8 @@ __all__ = [
     "set_debug_collectives",
 ]
 
+POISON = 0xFF
+_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TIMEOUT = 120.0  # seconds; well below the 10 minutes of NCCL and the 30 of gloo
 
 
@@ -222,6 +230,33 @@ def check_layout(
     slices = 1 if kind is EventKind.ALL_REDUCE else layout.world_size
     nbytes = slices * layout.buffer.slice_nbytes
     check_collective(kind, name, process_group, nbytes=nbytes, detail=detail)
+
+
+def check_unpoisoned(gradients: Iterable[torch.Tensor | None], name: str) -> None:
+    """Return if no gradient was computed from poison.
+
+    Arithmetic keeps the bits of a NaN in fp32 and fp64, so the check can tell poison from other
+    NaNs. Narrower dtypes round, and may lose them.
+
+    Args:
+        gradients: full gradients of this rank.
+        name: the group of parameters whose gradients they are.
+
+    Raises:
+        RuntimeError: if one holds poison.
+    """
+    for number, gradient in enumerate(gradients):
+        if gradient is None or not gradient.is_floating_point():
+            continue
+        bits = gradient.detach().view(_SAME_SIZE[gradient.dtype.itemsize])
+        if bool((bits == -1).any()):
+            raise RuntimeError(
+                f"got a gradient of {name or '(root)'} (parameter {number} of the group) that was "
+                "computed from full parameters after their memory was given back, where debug mode "
+                "puts NaN; expected full parameters to be read only while their module is gathered."
+                " Do not keep a full parameter, a view of it or a tensor over it beyond the forward"
+                " that used it; to read it later, enter unsharded(module)"
+            )
 
 
 def leave_collectives(error: BaseException | None = None) -> None:
