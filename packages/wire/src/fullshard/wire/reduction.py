@@ -79,7 +79,7 @@ class WidenedReducePlan(ReducePlan):
         }
 
     def _find_route(self) -> Route:
-        """Return the all-to-all. It keeps no reference to this plan: residuals would live on."""
+        """Return the all-to-all, without a reference to this plan, which would keep residuals."""
         return Route(partial(type(self)._exchange, weakref.proxy(self)))
 
     def _pack(

@@ -144,8 +144,8 @@ class ReducePlan:
     """Reductions of gradients of one layout, by one config: checked once, launched again and again.
 
     Attributes:
-        layout: where things lie in the result.
-        sent: where things lie in the input, unless only the first ranks hold any.
+        layout: positions in the result.
+        sent: positions in the input, unless only the first ranks hold data.
         config: collective, ranks, streams, scaling.
         on_device: whether inputs are in memory of a device that queues its work.
         mask: where the used-parameter mask is in a slice; the tensors are before it.

@@ -49,8 +49,8 @@ class _Meeting:
     Attributes:
         group: the name of the process group, as all its ranks know it.
         members: their global ranks.
-        epoch: the number of the session, and that of the epoch in it.
-        number: how many collectives of the epoch were before.
+        epoch: the numbers of the session and of the epoch.
+        number: how many collectives the group had before in the epoch.
     """
 
     group: str

@@ -35,7 +35,7 @@ class Timeline:
 
     Attributes:
         clock: the time in nanoseconds.
-        note: keeps a time stamp, of a kind and a name.
+        note: a function that keeps a time stamp, for a kind and a name.
         thread: the thread that steps optimizers; blocks of other threads do not count.
         optimizer_steps: steps of optimizers that ended since it was made.
 

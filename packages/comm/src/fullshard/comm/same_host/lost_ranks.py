@@ -21,7 +21,7 @@ def raise_located(
 ) -> NoReturn:
     """Raise ``error``, which ended a collective, or a clearer error in its place.
 
-    A backend says that a connection broke, and not of which rank.
+    The error of a backend reports a broken connection, and no rank.
 
     Args:
         error: what was raised.

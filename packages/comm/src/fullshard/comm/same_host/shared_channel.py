@@ -81,7 +81,7 @@ class Channel:
         return number
 
     def send(self, kind: MessageKind, value: int = 0, detail: int = 0) -> None:
-        """Send a message to all other ranks; it also says how many collectives this rank left."""
+        """Send a message, with the number of collectives that this rank has left, to all others."""
         self.told_left = self.left
         packed = FORMAT.pack(kind, self.told_left, value, detail)
         for peer in self.peers.values():
