@@ -95,10 +95,8 @@ the view, and lives as long as the view.
 """
 
 
-def _as_moved(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or its bytes if a backend may not know its dtype: gloo no int16 and no float8."""
-    dtype = tensor.dtype
-    return tensor if dtype.is_floating_point and dtype.itemsize > 1 else tensor.view(torch.uint8)
+_KNOWN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+"""The dtypes that all backends gather. Others travel as bytes: gloo knows no int16, no float8."""
 
 
 def gather_into(
@@ -110,10 +108,11 @@ def gather_into(
         The handle of an asynchronous collective. Without ``async_op``, None: the collective is over
         on the current stream.
     """
+    if input.dtype not in _KNOWN:
+        output, input = output.view(torch.uint8), input.view(torch.uint8)
     options = dist.distributed_c10d.AllgatherOptions()
     options.asyncOp = async_op
-    gather = getattr(process_group, _GATHER)
-    work: dist.Work | None = gather(_as_moved(output), _as_moved(input), options)
+    work: dist.Work | None = getattr(process_group, _GATHER)(output, input, options)
     if work is not None and not async_op:
         work.wait()
         return None
@@ -157,8 +156,8 @@ def broadcast_list(
 ) -> tuple[dist.Work, ...]:
     """In flight: rank ``r``'s ``tensors[r]`` in everyone's ``tensors[r]``, one launch for each."""
     launch = cast("Any", process_group).broadcast
-    if _as_moved(tensors[0]) is not tensors[0]:  # they have one dtype, and may be many
-        tensors = [_as_moved(tensor) for tensor in tensors]
+    if tensors[0].dtype not in _KNOWN:  # they have one dtype
+        tensors = [tensor.view(torch.uint8) for tensor in tensors]
     return tuple(
         [launch([tensor], _broadcast_options(root)) for root, tensor in enumerate(tensors)]
     )
