@@ -164,10 +164,10 @@ class OwnShards:
             if route is None or self._routed is not config or route.epoch != EPOCH[0]:
                 route = config.collective.gather_route(group, config.device)
                 self._route, self._routed = route, config
-            rank, work = self._rank, None
-            narrow = None if route.narrow_launch is None else self._narrow
-            if narrow is not None:
-                layout, rank = narrow, min(rank, narrow.world_size - 1)
+            narrow_launch, rank, work = None, self._rank, None
+            if route.narrow_launch is not None and self._narrow is not None:
+                narrow_launch, layout = route.narrow_launch, self._narrow
+                rank = min(rank, layout.world_size - 1)
             with streams.use(streams.copy_in):
                 buffer = config.source.take(config.collective, layout, rank, config.device)
                 self.pack(buffer)
@@ -178,8 +178,8 @@ class OwnShards:
             with streams.use(streams.gather):
                 streams.gather.wait_event(packed)
                 try:
-                    if narrow is not None and route.narrow_launch is not None:
-                        work = route.narrow_launch(buffer, group)
+                    if narrow_launch is not None:
+                        work = narrow_launch(buffer, group)
                     elif output.numel():  # equal on all ranks: none waits for an empty collective
                         asynchronous = async_op or streams.asynchronous_work
                         work = route.launch(output, buffer.slice, group, asynchronous)

@@ -188,10 +188,10 @@ class ReducePlan:
                 in_parts = self._launch_parts(gradients, route.parts)
                 if in_parts is not None:
                     return in_parts
-            narrow, rank = None, self._rank
+            narrow_launch, rank = None, self._rank
             if route.narrow_launch is not None and self._narrow is not None:
-                narrow = self._narrow
-                layout, rank = narrow, min(rank, narrow.world_size - 1)
+                narrow_launch, layout = route.narrow_launch, self._narrow
+                rank = min(rank, layout.world_size - 1)
             packed = take_input(config, layout, rank)
             self._pack(packed, gradients, config.scaling)
             gradients.clear()
@@ -203,9 +203,8 @@ class ReducePlan:
                 streams.reduce.wait_event(flight.event)
                 output = flight.allocate()
                 try:
-                    if narrow is not None and route.narrow_launch is not None:
-                        work = route.narrow_launch(packed, group, op)
-                        work = self._from_first(packed, output, work)
+                    if narrow_launch is not None:
+                        work = self._from_first(packed, output, narrow_launch(packed, group, op))
                     elif given.numel():  # equal on all ranks: none waits for an empty collective
                         async_op = streams.asynchronous_work
                         work = route.launch(output, given, group, op, async_op)
