@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fullshard.comm.debug.debug import check_collective
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.carriers import carrier_of
-from fullshard.comm.runtime.observer import TIMELINES, EventKind, Mark, emit, mark
+from fullshard.comm.runtime.observer import EventKind, Mark, emit, marked_wait
 from fullshard.comm.same_host.lost_ranks import raise_located
 from fullshard.comm.same_host.same_host import AutomaticTransport, shares_memory
 
@@ -52,9 +52,7 @@ def all_reduce_numbers(
     nbytes = numbers.nbytes
     check_collective(EventKind.ALL_REDUCE, name, process_group, nbytes=nbytes)
     emit(EventKind.ALL_REDUCE, name, rank=process_group.rank(), nbytes=nbytes, stream="current")
-    if TIMELINES:
-        mark(Mark.WAIT, f"sum of {name or 'numbers'}")
-    try:
+    with marked_wait(Mark.WAIT, f"sum of {name or 'numbers'}"):
         if shares_memory(process_group, numbers.device) and numbers.numel():
             AutomaticTransport().all_reduce(numbers, op, process_group, False)
             return
@@ -65,6 +63,3 @@ def all_reduce_numbers(
             raise_located(error, "all-reduce", name, process_group)
         if sent is not numbers:
             numbers.copy_(sent)
-    finally:
-        if TIMELINES:
-            mark(Mark.WAIT_ENDED)

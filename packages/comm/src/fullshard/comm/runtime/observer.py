@@ -34,6 +34,7 @@ __all__ = [
     "StatisticsObserver",
     "emit",
     "mark",
+    "marked_wait",
     "observe",
 ]
 
@@ -158,6 +159,16 @@ def mark(kind: Mark, name: str = "") -> None:
     """Tell timelines of a moment that is no event; on hot paths look at ``TIMELINES`` before."""
     for note in TIMELINES:
         note(kind, name)
+
+
+@contextmanager
+def marked_wait(kind: Mark, name: str) -> Iterator[None]:
+    """A context in which this rank waits for other ranks; ``kind`` marks its beginning."""
+    mark(kind, name)
+    try:
+        yield
+    finally:
+        mark(Mark.WAIT_ENDED)
 
 
 def _drop(observer: Observer, event: Event, error: Exception) -> None:

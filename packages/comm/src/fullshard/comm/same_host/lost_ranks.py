@@ -6,8 +6,9 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from fullshard.comm.runtime.observer import TIMELINES, Mark, mark
+from fullshard.comm.runtime.observer import TIMELINES, marked_wait
 from fullshard.comm.runtime.process_watch import ended_ranks
+from fullshard.comm.runtime.ranges import NOTHING
 from fullshard.comm.same_host.shared_signals import MessageKind, PeerLostError
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 
@@ -62,12 +63,8 @@ def wait_for(config: GatherConfig | ReduceConfig, work: dist.Work) -> None:
         PeerLostError: if a rank of this host has ended, or a rank that shares memory is late.
         RuntimeError: another error of the backend.
     """
-    if TIMELINES:
-        mark(config.waits_for, config.name)
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise_located(error, config.what, config.name, config.process_group)
-    finally:
-        if TIMELINES:
-            mark(Mark.WAIT_ENDED)
+    with marked_wait(config.waits_for, config.name) if TIMELINES else NOTHING:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise_located(error, config.what, config.name, config.process_group)

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from fullshard.comm.debug.desync import CollectiveMismatchError
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.observer import TIMELINES, Mark, mark
+from fullshard.comm.runtime.observer import TIMELINES, Mark, marked_wait
+from fullshard.comm.runtime.ranges import NOTHING
 from fullshard.comm.same_host.shared_collective import Pending, SharedCollective, mismatch
 from fullshard.comm.same_host.shared_peers import connect, global_ranks
 from fullshard.comm.same_host.shared_segment import SegmentFile
@@ -105,16 +106,12 @@ class Channel:
         late = [peer for peer in self.peers.values() if not done(peer)]
         if not late:
             return
-        if TIMELINES:
-            mark(Mark.WAIT, "shared memory")
-        try:
-            for peer in late:
-                peer.wait(done, self.timeout if timeout is None else lambda: timeout)
-        except PeerLostError as error:
-            self.fail(error, error.rank, error.kind)
-        finally:
-            if TIMELINES:
-                mark(Mark.WAIT_ENDED)
+        with marked_wait(Mark.WAIT, "shared memory") if TIMELINES else NOTHING:
+            try:
+                for peer in late:
+                    peer.wait(done, self.timeout if timeout is None else lambda: timeout)
+            except PeerLostError as error:
+                self.fail(error, error.rank, error.kind)
 
     def forget(self, number: int) -> None:
         """Drop every other rank's message ``number``: it was acted on."""
