@@ -118,16 +118,28 @@ class Channel:
         for peer in self.peers.values():
             del peer.messages[number]
 
-    def expect(
+    def exchange(
         self,
         kinds: tuple[MessageKind, ...],
-        peer: Peer,
-        message: Message,
         mine: SharedCollective,
-    ) -> None:
-        """Fail unless the message of ``peer`` has one of ``kinds``."""
-        if message.kind not in kinds:
-            self.fail(mismatch(mine, message, peer.rank), peer.rank, MessageKind.DIFFERS)
+        kind: MessageKind,
+        value: int = 0,
+        detail: int = 0,
+    ) -> dict[Peer, Message]:
+        """Send a message, and return every other rank's, which must have one of ``kinds``.
+
+        Raises:
+            PeerLostError: as ``receive``.
+            CollectiveMismatchError: if a rank sends another kind, in place of ``mine``.
+        """
+        number = self.next_number()
+        self.send(kind, value, detail)
+        heard = self.receive(number)
+        for peer, message in heard.items():
+            if message.kind not in kinds:
+                self.fail(mismatch(mine, message, peer.rank), peer.rank, MessageKind.DIFFERS)
+        self.forget(number)
+        return heard
 
     def timeout(self) -> float:
         """Seconds to wait for a rank: the timeout of the process group."""
@@ -205,11 +217,14 @@ def map_together(
             taken.append(take(file))
     except OSError as error:
         problem = error.errno or errno.EIO
+    mapped = MessageKind.MAPPED
     try:
-        problems = _problems(channel, problem, collective)
+        heard = channel.exchange((mapped,), collective, mapped, problem)
     finally:
         if file is not None:
             file.close()  # every rank has opened it, or will not open it
+    problems = {peer.rank: message.value for peer, message in heard.items()}
+    problems[channel.ranks[channel.rank]] = problem
     for rank, problem in sorted(problems.items()):
         if problem:
             raise NoRoomError(
@@ -231,15 +246,12 @@ def _offered(
             made = offer()
         except OSError as error:
             problem = error.errno or errno.EIO
-    number = channel.next_number()
+    kinds = MessageKind.OFFER, MessageKind.REFUSED
     if problem:
-        channel.send(MessageKind.REFUSED, problem)
+        heard = channel.exchange(kinds, collective, MessageKind.REFUSED, problem)
     else:
-        channel.send(MessageKind.OFFER, *((made.fd, made.inode) if made is not None else ()))
-    heard = channel.receive(number)
-    for peer, message in heard.items():
-        channel.expect((MessageKind.OFFER, MessageKind.REFUSED), peer, message, collective)
-    channel.forget(number)
+        given = (made.fd, made.inode) if made is not None else ()
+        heard = channel.exchange(kinds, collective, MessageKind.OFFER, *given)
     if channel.rank == 0:
         return made, problem
     first = channel.peers[0]
@@ -250,15 +262,3 @@ def _offered(
         return SegmentFile.open(first.process, message.value, message.detail), 0
     except OSError as error:
         return None, error.errno or errno.EIO
-
-
-def _problems(channel: Channel, mine: int, collective: SharedCollective) -> dict[int, int]:
-    """Return the error number that prevented the mapping of the new segment, or 0, per rank."""
-    number = channel.next_number()
-    channel.send(MessageKind.MAPPED, mine)
-    problems = {channel.ranks[channel.rank]: mine}
-    for peer, message in channel.receive(number).items():
-        channel.expect((MessageKind.MAPPED,), peer, message, collective)
-        problems[peer.rank] = message.value
-    channel.forget(number)
-    return problems
