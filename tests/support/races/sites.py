@@ -103,7 +103,7 @@ KEPT: dict[Site, str] = {
     ("GatherInputs", "_shards"): "shards, which live in the modules",
     ("SecondReduceInFlight", "_second"): _FLIGHT,
     ("TwoLevelInputs", "_full"): _VIEWS,
-    ("_Rows", "targets"): _VIEWS + "; padding is used by the current stream alone",
+    ("FullTensors", "_rows"): _VIEWS + "; padding is used by the current stream alone",
     ("_Pending", "in_flight"): _FLIGHT,
     ("_Pending", "staged"): "gradients of their parameters soon, used by the current stream alone",
 }

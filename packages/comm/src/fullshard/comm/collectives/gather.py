@@ -201,37 +201,31 @@ def _end_to_end(shards: Sequence[torch.Tensor], layout: Layout) -> list[torch.Te
     return [shard.view(-1) for shard in shards if shard.numel()]
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """Full tensors that lie side by side in the slices of a buffer, so that one kernel fills all.
+def _rows_of(
+    pieces: Sequence[torch.Tensor], layout: Layout
+) -> tuple[list[int], list[torch.Tensor]] | None:
+    """Return what fills all tensors from the slices of a buffer by one kernel, if that is possible.
 
-    Attributes:
-        layout: of the buffer.
-        sizes: the elements of each in a slice, then those of the padding, if any.
-        targets: their memory, ``[ranks, n]``, then memory for the padding.
+    It is if all tensors are contiguous, of one dtype, and divided evenly.
+
+    Returns:
+        The elements of each tensor in a slice, then those of the padding, if any; and the memory of
+        each, ``[ranks, n]``, then memory for the padding.
     """
-
-    layout: Layout
-    sizes: list[int]
-    targets: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, pieces: Sequence[torch.Tensor], layout: Layout) -> _Rows | None:
-        """Return those of a layout whose tensors are all even, contiguous, and of one dtype."""
-        dtype = layout.buffer.dtype
-        alike = all(spec.dtype is dtype and spec is spec.decoded for spec in layout.specs)
-        alike &= all(each.dtype is dtype and each.is_contiguous() for each in pieces)
-        ranks = views.even_ranks(layout) if alike and pieces else 0
-        if not ranks:
-            return None
-        targets = [piece.view(ranks, -1) for piece in pieces]
-        sizes = [target.shape[1] for target in targets]
-        padding = layout.buffer.slice_numel - sum(sizes)
-        if padding:
-            with torch.inference_mode(False):  # training fills it too
-                targets.append(targets[0].new_empty(ranks, padding))
-            sizes.append(padding)
-        return cls(layout, sizes, targets)
+    dtype = layout.buffer.dtype
+    alike = all(spec.dtype is dtype and spec is spec.decoded for spec in layout.specs)
+    alike &= all(each.dtype is dtype and each.is_contiguous() for each in pieces)
+    ranks = views.even_ranks(layout) if alike and pieces else 0
+    if not ranks:
+        return None
+    targets = [piece.view(ranks, -1) for piece in pieces]
+    sizes = [target.shape[1] for target in targets]
+    padding = layout.buffer.slice_numel - sum(sizes)
+    if padding:
+        with torch.inference_mode(False):  # training fills it too
+            targets.append(targets[0].new_empty(ranks, padding))
+        sizes.append(padding)
+    return sizes, targets
 
 
 class FullTensors:
@@ -260,17 +254,18 @@ class FullTensors:
             if spec is spec.decoded
             for view in views.full_views(output.detach(), spec, extent.pieces)
         ]
-        self._rows = _Rows.of(self._pieces, layout)
+        self._rows: tuple[list[int], list[torch.Tensor]] | None = _rows_of(self._pieces, layout)
 
     def fill(self, in_flight: AllGatherInFlight) -> None:
         """Wait for a gather, copy its buffer to the tensors, and release the buffer."""
         config, layout = in_flight.config, in_flight.layout
         assert self._layout is layout or self._layout == layout, "they were made for another"
         with named_range("all_gather_copy_out", config.name) if is_profiled() else NOTHING:
-            buffer, rows = in_flight.take(), self._rows
+            buffer = in_flight.take()
             in_flight.wait()
-            if rows is not None and rows.layout is buffer.layout and buffer.stacked is not None:
-                compat.split_rows(buffer.stacked, rows.sizes, 1, out=rows.targets)
+            if self._rows and buffer.layout is self._layout and buffer.stacked is not None:
+                sizes, targets = self._rows
+                compat.split_rows(buffer.stacked, sizes, 1, out=targets)
             else:
                 arrived = self._decode(buffer) if self._coded else buffer.all_pieces
                 compat.foreach_copy(self._pieces, arrived)
