@@ -19,7 +19,7 @@ from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.same_host.shared_group import (
     GROUPS,
     SharedBuffer,
-    known_group,
+    SharedGroup,
     shared_group,
 )
 from fullshard.comm.same_host.shared_memory import SharedMemoryTransport
@@ -282,8 +282,8 @@ def shared_memory_statistics(process_group: dist.ProcessGroup) -> SharedMemorySt
 
     It communicates nothing.
     """
-    group = known_group(process_group)
-    if group is None:
+    group = GROUPS.get(process_group)
+    if not isinstance(group, SharedGroup):
         return SharedMemoryStatistics()
     frames = group.frames
     return SharedMemoryStatistics(

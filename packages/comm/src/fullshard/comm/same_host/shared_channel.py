@@ -22,7 +22,7 @@ from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.observer import TIMELINES, Mark, marked_wait
 from fullshard.comm.runtime.ranges import NOTHING
 from fullshard.comm.same_host.shared_collective import Pending, SharedCollective, mismatch
-from fullshard.comm.same_host.shared_peers import connect, global_ranks
+from fullshard.comm.same_host.shared_peers import connect
 from fullshard.comm.same_host.shared_segment import SegmentFile
 from fullshard.comm.same_host.shared_signals import (
     FORMAT,
@@ -60,7 +60,7 @@ class Channel:
             SharedMemoryError: on all ranks, if they are not processes of one host.
         """
         self.rank = process_group.rank()
-        self.ranks = global_ranks(process_group)
+        self.ranks = dist.get_process_group_ranks(process_group)
         self.peers: dict[int, Peer] = connect(process_group)
         self.pending = pending
         self.numbered = 0

@@ -39,7 +39,7 @@ from fullshard.comm.same_host.shared_signals import (
     SharedMemoryError,
 )
 
-__all__ = ["GROUPS", "SharedBuffer", "SharedGroup", "SharedWork", "known_group", "shared_group"]
+__all__ = ["GROUPS", "SharedBuffer", "SharedGroup", "SharedWork", "shared_group"]
 
 _HELD = 2  # collectives as large as the largest, for which there is room
 
@@ -65,11 +65,6 @@ def shared_group(process_group: dist.ProcessGroup) -> SharedGroup:
     if isinstance(group, str):
         raise SharedMemoryError(group)
     return group
-
-
-def known_group(process_group: dist.ProcessGroup) -> SharedGroup | None:
-    """The shared memory of a process group, if there is some."""
-    return group if isinstance(group := GROUPS.get(process_group), SharedGroup) else None
 
 
 class SharedWork(dist.Work):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fullshard.comm.runtime.process_watch import host_identity
 from fullshard.comm.same_host.shared_signals import Peer, SharedMemoryError
 
-__all__ = ["connect", "global_ranks"]
+__all__ = ["connect"]
 
 _T = TypeVar("_T")
 
@@ -30,7 +30,7 @@ def connect(process_group: dist.ProcessGroup) -> dict[int, Peer]:
     Raises:
         SharedMemoryError: on all ranks, if they are not processes of one host.
     """
-    rank, ranks = process_group.rank(), global_ranks(process_group)
+    rank, ranks = process_group.rank(), dist.get_process_group_ranks(process_group)
     others = [other for other in range(len(ranks)) if other != rank]
     with contextlib.ExitStack() as handed_over, contextlib.ExitStack() as kept:
         inboxes: dict[int, int] = {}
@@ -72,11 +72,6 @@ class _Record:
     process: int
     pipes: dict[int, tuple[int, int]] = field(default_factory=dict)
     problem: str = ""
-
-
-def global_ranks(process_group: dist.ProcessGroup) -> Sequence[int]:
-    """The ranks in the default process group, by rank in this one."""
-    return dist.get_process_group_ranks(process_group)
 
 
 def _not_one_host(records: Sequence[_Record], ranks: Sequence[int]) -> str:
