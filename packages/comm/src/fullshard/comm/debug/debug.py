@@ -66,6 +66,7 @@ class _Debugged:
 
 _debugged: weakref.WeakKeyDictionary[dist.ProcessGroup, _Debugged] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+_at_exit = functools.cache(atexit.register)  # each function once
 DEBUGGED: list[_Debugged] = []
 """The ranks of this process on which debug mode is on: all that is looked at when it is off."""
 
@@ -96,15 +97,10 @@ def _here_at_last(timeout: float) -> _Debugged:
                 compat.default_store(), dist.get_rank(), dist.get_world_size()
             )
             found = _debugged[world] = _Debugged(desync_detector)
-            _at_exit()
+            _at_exit(_say_that_it_ends)
     if found.timeout is None:
         found.desync_detector.begin()
     return found
-
-
-@functools.cache
-def _at_exit() -> None:
-    atexit.register(_say_that_it_ends)
 
 
 def _say_that_it_ends() -> None:
