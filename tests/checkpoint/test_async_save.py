@@ -130,7 +130,12 @@ def test_values_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
     alike = torch.tensor([0.0, -0.0, float("nan")])
     sharded = fully_shard(build()).state_dict()
     shards = {"head": {"exp_avg": torch.full((3,), float(rank))}, "step": torch.tensor(rank)}
-    others = {"alike": alike, "empty": alike[:0], "bool": alike > 1, "complex": alike + 1j}
+    others: dict[str, Any] = {
+        "alike": alike,
+        "empty": alike[:0],
+        "bool": alike > 1,
+        "complex": alike + 1j,
+    }
     others |= {"list": [1, "text", None, float("nan")], "loader": {"epoch": 1, "batch": rank}}
     sizes = {f"uneven.{n}": torch.zeros(2 + rank) for n in range(2)}
     with warnings.catch_warnings(record=True) as found:
