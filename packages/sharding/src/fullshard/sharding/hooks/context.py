@@ -162,7 +162,7 @@ class RootContext:
         if torch.is_grad_enabled():
             refuse_compiled_autograd()
         self._release_expired()
-        self.schedule.end_raised()
+        self.schedule.begin(backward=False)
         for group in self.groups:  # see [Note: kept copies]
             if group.gathering.keeps_copies and not group.gathering.within_step:
                 group.gathering.drop_copies()
@@ -177,7 +177,6 @@ class RootContext:
             self.schedule.buckets.clear()
         event, self.post_optim_event = self.post_optim_event, None
         self.shared.streams.synchronize_with_current(event)
-        self.schedule.begin(backward=False)
 
     def leave_forward(self, *, raised: bool) -> None:
         """End a forward; the outermost one returns what was gathered ahead and not used."""
@@ -368,7 +367,7 @@ class RootContext:
         for state in self.states:
             state.reset()
         lost = [group.name for group in self.groups if group.reset()]
-        for group in self.groups:  # ``Schedule.end_raised`` may gather from compute shards
+        for group in self.groups:  # ``Schedule.begin`` may gather from compute shards
             group.gathering.drop_full()
             group.gathering.within_step = False
         self.schedule.buckets.abandon_waiting()

@@ -178,12 +178,9 @@ class Schedule:
         self.buckets = Buckets(queue)
 
     def begin(self, *, backward: bool) -> None:
-        """Begin a root forward, or a backward."""
+        """Begin a root forward, or a backward; end one that raised: ranks are at one place then."""
         if not backward:
             self._gathered = []
-
-    def end_raised(self) -> None:
-        """End a forward or backward that raised, if any: after it, ranks are at one place."""
 
     def discard(self, queue: ReductionQueue) -> None:
         """Discard the reductions of a backward that raised."""

@@ -89,7 +89,7 @@ class StaticSchedule(Schedule):
 
     def begin(self, *, backward: bool) -> None:
         """Start at the first group; in forward, free groups that an earlier pass left unsharded."""
-        self.end_raised()
+        self._end_raised()
         for group in () if backward else self._groups:
             group.drop_leases(*_LEFT)
         self._without_gather = {
@@ -104,7 +104,7 @@ class StaticSchedule(Schedule):
         self._next = 0
         self._ahead.clear()
 
-    def end_raised(self) -> None:
+    def _end_raised(self) -> None:
         """Issue the rest of a pass that raised: ranks may have come to other places in it.
 
         The reductions of such a backward are those of the settings with which it began. They are
