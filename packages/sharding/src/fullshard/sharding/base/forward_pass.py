@@ -253,9 +253,3 @@ class ParameterGeneration:
         if number in self.outstanding:
             self.outstanding.discard(number)
             self.outstanding.add(_EXPIRED)
-
-    def end(self, number: int) -> bool:
-        """End a forward, and return whether it was counted and is the last."""
-        counted = number in self.outstanding
-        self.outstanding.discard(number)
-        return counted and not self.outstanding

@@ -299,28 +299,26 @@ class FSDPParamGroup:
     def note_pass_ended(self, forward_pass: ForwardPass) -> bool:
         """End a backward, which reached the inputs; return whether it was the last outstanding one.
 
-        ``take_reductions_and_reshard`` follows.
+        ``GroupGradients.pop_ready`` and ``release_backward`` follow.
         """
         if forward_pass in self._begun:
             self._begun.remove(forward_pass)
         if LISTENERS:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
-        last = self.generation.end(forward_pass.number)
-        return last or (forward_pass.recompute and not self.generation.outstanding)
+        outstanding = self.generation.outstanding
+        counted = forward_pass.number in outstanding
+        outstanding.discard(forward_pass.number)
+        return not outstanding and (counted or forward_pass.recompute)
 
-    def take_reductions_and_reshard(
-        self, number: int, *, reduce: bool, keep: bool
-    ) -> ReadyReductions:
-        """Return the leases of a forward, reshard if none is left; return reductions to launch.
+    def release_backward(self, number: int, *, keep: bool) -> None:
+        """Return what forward ``number`` holds for its backward; its gradients were taken.
 
-        Args:
-            number: of the forward.
-            reduce: whether it is time to reduce.
-            keep: the group stays unsharded.
+        Reshards if no lease is left. ``keep``: the group stays unsharded, under a KEPT lease.
         """
-        ready = self.gradients.pop_ready(reduce=reduce)
-        self._release_backward(number, keep=keep)
-        return ready
+        self.leases.return_pass(number)
+        if keep and self.gathering.state is ShardedState.UNSHARDED:
+            self.keep()
+        self.reshard_if_unheld()
 
     def pop_in_turn(self) -> ReadyReductions:
         """Return the reductions of all gradients, or of zeros where there are none."""
@@ -337,18 +335,17 @@ class FSDPParamGroup:
             keep: the group stays unsharded, if backward reached it.
             keep_ahead: a gather ahead of use that no module claimed stays for the next backward.
         """
-        # A pass in a tied group may be closed already, by the first of its groups to finish.
         begun, self._begun = self._begun, []
-        still_open = begun and [
-            each for each in begun if each.in_backward or each.number in self.generation.outstanding
-        ]
         unsharding = self.gathering.state is ShardedState.UNSHARDING
         if unsharding or not (self.gradients.in_backward or keep):
             self.leases.drop(LeaseKind.USER)  # else it was taken after this backward was done
-        for each in still_open:
-            each.close()
-            self.generation.end(each.number)
-            self.leases.release(LeaseKind.GRAPH, each.number)
+        outstanding, still_open = self.generation.outstanding, False
+        for each in begun:  # the first group of a pass in tied groups has closed it for all of them
+            if each.in_backward or each.number in outstanding:
+                still_open = True
+                each.close()
+                outstanding.discard(each.number)
+                self.leases.release(LeaseKind.GRAPH, each.number)
         if self.leases.out:
             self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE)
             if not keep_ahead:
@@ -358,20 +355,15 @@ class FSDPParamGroup:
         gradients = self.gradients
         if gradients.unannounced:  # the graph that holds it may live on, and hide the gradients
             self.leases.drop(LeaseKind.GRAPH, LeaseKind.KEPT)
+        ready: ReadyReductions = ()
         if not gradients.reduced or gradients.grads_after_reduce:
             reached = gradients.in_backward or gradients.in_unsynced_backward
             reached = reached or gradients.accumulation.waiting or gradients.strategy.owes
-            return self.take_reductions_and_reshard(0, reduce=reached, keep=reached and keep)
-        if self.gathering.state is not ShardedState.SHARDED:
-            self._release_backward(0, keep=keep)
-        return ()
-
-    def _release_backward(self, number: int, *, keep: bool) -> None:
-        """Return what forward ``number`` holds for its backward; its gradients were taken."""
-        self.leases.return_pass(number)
-        if keep and self.gathering.state is ShardedState.UNSHARDED:
-            self.keep()
-        self.reshard_if_unheld()
+            ready, keep = gradients.pop_ready(reduce=reached), reached and keep
+        elif self.gathering.state is ShardedState.SHARDED:
+            return ready
+        self.release_backward(0, keep=keep)
+        return ready
 
     def reset(self) -> bool:
         """Return to a clean sharded state, and whether earlier gradients were dropped."""

@@ -235,9 +235,8 @@ class Schedule:
             self.before_reduction()
         last, gradients = group.note_pass_ended(forward_pass), group.gradients
         gradients.grads_after_reduce |= gradients.reduced and not last
-        ready = group.take_reductions_and_reshard(
-            forward_pass.number, reduce=last, keep=group.full_after_backward
-        )
+        ready = gradients.pop_ready(reduce=last)
+        group.release_backward(forward_pass.number, keep=group.full_after_backward)
         group.shared.queue.launch(ready)
 
     def finish_backward(self, group: FSDPParamGroup, *, is_last: bool) -> str:

@@ -188,7 +188,8 @@ class StaticSchedule(Schedule):
         has yet to compute again is not outstanding.
         """
         last = group.note_pass_ended(forward_pass)
-        group.take_reductions_and_reshard(forward_pass.number, reduce=False, keep=False)
+        group.gradients.pop_ready(reduce=False)  # they wait for the group's turn
+        group.release_backward(forward_pass.number, keep=False)
         if last and group not in self._repeated:
             self._advance(self._position[Step(group, reduces=True)] + 1)
 
