@@ -159,19 +159,14 @@ class _Pending:
     used_here: Sequence[bool] | None
     staged: list[tuple[FSDPParam, torch.Tensor]] = field(default_factory=list)
 
-    def finish(self) -> None:
-        """Wait for the reduce-scatter, and launch what follows."""
-        if self.in_flight is not None:
-            self.in_flight.finish()
-
     def store_early(self) -> None:
-        """Stage the result out and free its memory, if its policy stores gradients.
+        """Stage the result out and free its memory, for a policy that stores gradients.
 
         A result with a user's hook waits for the end of backward. So does a result of which this
         rank lacked a gradient: the host must read the used-parameter mask first.
         """
         waits = self.used_here is not None or self.setup.settings.hook is not None
-        if self.setup.stores_gradients and self.in_flight is not None and not waits:
+        if self.in_flight is not None and not waits:
             self.stage_out(self.in_flight.wait(), None)
             self.in_flight = None
 
@@ -229,8 +224,10 @@ class ReductionQueue:
                 emit(EventKind.REDUCE, name, rank=setup.rank)
             while len(self._travelling) >= setup.config.inputs_in_flight:
                 oldest = self._travelling.popleft()
-                oldest.finish()
-                oldest.store_early()
+                if oldest.in_flight is not None:
+                    oldest.in_flight.finish()
+                if oldest.setup.stores_gradients:
+                    oldest.store_early()
             used_here = list(map(is_not, gradients, repeat(None)))
             reduction = _Pending(
                 setup=setup,
@@ -248,8 +245,8 @@ class ReductionQueue:
         has nothing to launch: ``commit`` is the only wait for it, on every device.
         """
         for reduction in self._pending:
-            if reduction.setup.strategy.has_second_reduction:
-                reduction.finish()
+            if reduction.setup.strategy.has_second_reduction and reduction.in_flight is not None:
+                reduction.in_flight.finish()
 
     def commit(self, check: Callable[[], None] | None = None) -> None:
         """Wait for all of them and put the sharded gradients in place.
@@ -292,7 +289,8 @@ class ReductionQueue:
     def store_early(self) -> None:
         """Stage out the results that go to policies that store gradients."""
         for reduction in self._pending:
-            reduction.store_early()
+            if reduction.setup.stores_gradients:
+                reduction.store_early()
 
     def seal(self) -> None:
         """Declare that the backwards of all reductions so far ended well."""
