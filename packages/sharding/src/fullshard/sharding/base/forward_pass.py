@@ -39,6 +39,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -57,6 +58,7 @@ __all__ = ["Call", "ForwardPass", "ParameterGeneration"]
 _Hook: TypeAlias = Callable[..., Any]  # what backward calls, with whatever autograd hands a hook
 
 _numbers = itertools.count(1)
+_requires_grad = attrgetter("requires_grad")
 _EXPIRED = 0  # stands for every forward whose graph died
 
 
@@ -199,7 +201,7 @@ class Call:
             tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         # an error in a change in place leaves the input in a state that torch itself cannot read
         if output is not None or sys.exception() is None:
-            tensors += [tensor for tensor in self.others if tensor.requires_grad]
+            tensors += filter(_requires_grad, self.others)
             if self.view is not None and version_of(self.view) != self.version:
                 forward_pass.calls += 1  # more than are ever reached: its node is lost
                 tensors.append(self.view)

@@ -43,6 +43,7 @@ from fullshard.sharding.reduce.reduction import ReductionQueue
 __all__ = ["Bucket", "Buckets"]
 
 _state_of = attrgetter("gathering.state")
+_is_void = attrgetter("void")
 
 
 class Bucket:
@@ -142,7 +143,7 @@ class Buckets:
 
     def learn(self, gathered: Sequence[FSDPParamGroup]) -> None:
         """Divide ``gathered``, the gathers of a forward, into buckets, if it or a group changed."""
-        known = gathered == self.gathered and not any(each.void for each in self.gathers)
+        known = gathered == self.gathered and not any(map(_is_void, self.gathers))
         if known or not gathered or (DEBUGGED and is_debugging()):
             return
         self.clear()

@@ -311,11 +311,12 @@ class RootContext:
         Raises:
             RuntimeError: on every rank, if a rank has lost a gradient that it had to read.
         """
-        try:
+        check = None
+        if self._fallible:
             params = [param for group in self._fallible for param in group.params]
-            self.shared.queue.commit(
-                partial(offload_errors.raise_lost_gradients, params) if params else None
-            )
+            check = partial(offload_errors.raise_lost_gradients, params)
+        try:
+            self.shared.queue.commit(check)
         finally:
             self.shared.streams.collect_all()
             release_frames()
