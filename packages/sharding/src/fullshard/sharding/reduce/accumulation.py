@@ -49,11 +49,10 @@ class Accumulation:
 
     def _look(self) -> None:
         """Find sharded and unsharded parameters; one that was never gathered has no gradient."""
-        if self._replacements != self._generation.replacements:
-            self._replacements = self._generation.replacements
-            self._own = [param.sharded for param in self._params]
-            both = zip(self._params, self._own, strict=True)
-            self._full = [_NEVER if p.unsharded is own else p.unsharded for p, own in both]
+        self._replacements = self._generation.replacements
+        self._own = [param.sharded for param in self._params]
+        both = zip(self._params, self._own, strict=True)
+        self._full = [_NEVER if p.unsharded is own else p.unsharded for p, own in both]
 
     @property
     def reduces(self) -> bool:
@@ -63,15 +62,9 @@ class Accumulation:
     @property
     def waiting(self) -> bool:
         """Whether any gradient is there."""
-        self._look()
+        if self._replacements != self._generation.replacements:
+            self._look()
         return bool(self.kept) or not all(map(is_, gradients_of(self._full), repeat(None)))
-
-    @property
-    def trainable(self) -> tuple[bool, ...]:
-        """Of each parameter, whether it requires a gradient now."""
-        self._look()
-        with without_torch_function():
-            return tuple(map(_requires_grad, self._own))
 
     @property
     def names(self) -> list[str]:
@@ -95,23 +88,30 @@ class Accumulation:
             if self.survives_errors or param in self.kept or left.dtype != param.reduce_dtype:
                 self.set_grad(param, self.take_of(param))
 
-    def pop_grads(self) -> list[torch.Tensor | None]:
-        """Return and remove the gradient of each parameter since the last reduction."""
-        if not self.kept:
+    def pop_grads(self) -> tuple[list[torch.Tensor | None], tuple[bool, ...]]:
+        """Return and remove the gradient of each parameter since the last reduction.
+
+        Returns:
+            The gradients, and of each parameter whether it requires a gradient now.
+        """
+        if self._replacements != self._generation.replacements:
             self._look()
-            found = gradients_of(self._full)
-            with without_torch_function():
-                for unsharded in self._full:
-                    unsharded.grad = None
-            dense = torch.strided if self._whole else None
-            # looks at no parameter where none has a say: that would cost more than all the rest
-            for at, left in enumerate(found):
-                if left is not None and (left.layout is not dense or left.requires_grad):
-                    found[at] = self._params[at].to_reduce(left)
-            return found
-        if self.survives_errors:
-            self._saved = {**self.kept, **self._saved}
-        return [self.take_of(param) for param in self._params]
+        with without_torch_function():
+            trainable = tuple(map(_requires_grad, self._own))
+        if self.kept:
+            if self.survives_errors:
+                self._saved = {**self.kept, **self._saved}
+            return [self.take_of(param) for param in self._params], trainable
+        found = gradients_of(self._full)
+        with without_torch_function():
+            for unsharded in self._full:
+                unsharded.grad = None
+        dense = torch.strided if self._whole else None
+        # looks at no parameter where none has a say: that would cost more than all the rest
+        for at, left in enumerate(found):
+            if left is not None and (left.layout is not dense or left.requires_grad):
+                found[at] = self._params[at].to_reduce(left)
+        return found, trainable
 
     def take_of(self, param: FSDPParam) -> torch.Tensor | None:
         """Return the gradient of a parameter and remove it."""
@@ -131,12 +131,13 @@ class Accumulation:
         if total is not None:
             self.kept[param] = total.to(param.reduce_dtype)
 
-    def end_of_backward(self, *, waiting: bool) -> None:
-        """Note a successful backward; ``waiting``: whether it left gradients."""
-        self.unsynced = waiting
+    def end_of_backward(self) -> bool:
+        """Note a successful backward, and return whether it left gradients."""
+        self.unsynced = self.waiting
         self._saved.clear()
-        if self.survives_errors and waiting:
+        if self.survives_errors and self.unsynced:
             self.stash()
+        return self.unsynced
 
     def abandon(self, *, keep: bool) -> None:
         """Drop the gradients of an unfinished backward, and the sums if not ``keep``."""

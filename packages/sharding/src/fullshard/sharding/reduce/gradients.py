@@ -166,8 +166,7 @@ class GroupGradients:
             return ()
         self.reduced = True
         self.in_unsynced_backward = False
-        gradients = self.accumulation.pop_grads()
-        trainable = self.accumulation.trainable
+        gradients, trainable = self.accumulation.pop_grads()
         setups = self._setups.get(trainable)
         if setups is None:
             setups = self._set_up(trainable)
@@ -241,12 +240,10 @@ class GroupGradients:
             An error message if a parameter received a gradient after its group was reduced, or an
             empty string. The other groups end first, as on ranks without an error.
         """
-        waiting = self.accumulation.waiting
-        done = self.reduced and not self.grads_after_reduce
-        late = ", ".join(self.accumulation.names) if done and waiting else ""
-        if late:
+        waiting, late = self.accumulation.end_of_backward(), ""
+        if waiting and self.reduced and not self.grads_after_reduce:
+            late = ", ".join(self.accumulation.names)
             self.accumulation.stash()
-        self.accumulation.end_of_backward(waiting=waiting)
         self.in_unsynced_backward |= self.in_backward and not self.reduced
         if self.strategy.has_second_reduction:
             self.strategy.end_of_backward()
