@@ -168,16 +168,6 @@ class Leases:
             if not owners:
                 del self.out[kind]
 
-    def return_pass(self, number: int) -> None:
-        """Return the leases of forward ``number`` for its backward, and one RECOMPUTE lease."""
-        for kind, owner in (
-            (LeaseKind.GRAPH, number),
-            (LeaseKind.BACKWARD, number),
-            (LeaseKind.RECOMPUTE, 0),
-        ):
-            if kind in self.out:
-                self.release(kind, owner)
-
     def drop(self, *kinds: LeaseKind) -> None:
         """Return every lease of each of ``kinds``."""
         for kind in kinds:

@@ -311,11 +311,13 @@ class FSDPParamGroup:
         return not outstanding and (counted or forward_pass.recompute)
 
     def release_backward(self, number: int, *, keep: bool) -> None:
-        """Return what forward ``number`` holds for its backward; its gradients were taken.
+        """Return what forward ``number`` holds for its backward, and one recomputation, if any.
 
         Reshards if no lease is left. ``keep``: the group stays unsharded, under a KEPT lease.
         """
-        self.leases.return_pass(number)
+        self.leases.release(LeaseKind.GRAPH, number)
+        self.leases.release(LeaseKind.BACKWARD, number)
+        self.leases.release(LeaseKind.RECOMPUTE)
         if keep and self.gathering.state is ShardedState.UNSHARDED:
             self.keep()
         self.reshard_if_unheld()
