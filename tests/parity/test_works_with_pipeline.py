@@ -23,7 +23,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 
 from fullshard.sharding import FSDPModule, replicate, unsharded
-from fullshard.sharding.hooks.compat import runs_split_backward
+from fullshard.sharding.hooks.compat import refuse_split_backward
 from fullshard.wrappers import install, uninstall
 from fullshard.wrappers.pipelining import PipelineStage
 from support.events.recorder import assert_all_returned
@@ -344,4 +344,4 @@ def test_code_that_the_compiler_made_may_call_a_backward() -> None:
     code = call.__code__.replace(co_consts=(*call.__code__.co_consts, {}))
     with pytest.raises(TypeError):
         hash(code)
-    assert FunctionType(code, {})(runs_split_backward) == (False, None)
+    assert FunctionType(code, {})(refuse_split_backward) == (None, None)

@@ -16,7 +16,7 @@ __all__ = [
     "may_hook_saved_tensors",
     "queue_end_of_backward",
     "refuse_compiled_autograd",
-    "runs_split_backward",
+    "refuse_split_backward",
 ]
 
 
@@ -54,22 +54,28 @@ def refuse_compiled_autograd() -> None:
         )
 
 
-def runs_split_backward() -> bool:
-    """Return whether a pipeline stage of torch runs the part of a backward that is the inputs'.
+def refuse_split_backward() -> None:
+    """Raise if a pipeline stage of torch runs the part of a backward that is the inputs'.
 
     Autograd calls hooks on the calling thread, or on a thread of its own without a caller
     (``pipelining._backward.stage_backward_input``; ``autograd.graph._engine_run_backward``).
     """
     stages = sys.modules.get("torch.distributed.pipelining._backward")
     if stages is None:
-        return False
+        return
     split, run = (
         id(each.__code__) for each in (stages.stage_backward_input, graph._engine_run_backward)
     )
     codes = _codes_above(sys._getframe())
     if run not in codes:
         codes = {each for frame in sys._current_frames().values() for each in _codes_above(frame)}
-    return split in codes
+    if split in codes:
+        raise RuntimeError(
+            "a pipeline schedule splits the backward of a sharded module, whose parameters "
+            "would get no gradient: the stage is torch's, which takes the module for one "
+            "that is not sharded; use fullshard.wrappers.pipelining.PipelineStage, or call "
+            "fullshard.wrappers.install() before torch's is imported"
+        )
 
 
 def _codes_above(frame: FrameType | None) -> set[int]:

@@ -44,7 +44,7 @@ from fullshard.sharding.hooks.compat import (
     is_running,
     queue_end_of_backward,
     refuse_compiled_autograd,
-    runs_split_backward,
+    refuse_split_backward,
 )
 from fullshard.sharding.hooks.schedule import (
     Order,
@@ -221,7 +221,7 @@ class RootContext:
     # -- backward ---------------------------------------------------------------------------------
 
     def enter_backward(self) -> None:
-        """Begin a backward if none is in progress, and arranges for its end.
+        """Begin a backward if none is in progress, and arrange for its end.
 
         The engine drops the callback of a backward that raised: the next arranges for its own.
 
@@ -235,13 +235,7 @@ class RootContext:
         assert current_graph_task() != -1, "pre-backward runs inside a backward"
         if not self.finalizes_by_hand:
             self.shared.queue.commit_sealed()  # of earlier backwards of a step
-            if runs_split_backward():
-                raise RuntimeError(
-                    "a pipeline schedule splits the backward of a sharded module, whose parameters "
-                    "would get no gradient: the stage is torch's, which takes the module for one "
-                    "that is not sharded; use fullshard.wrappers.pipelining.PipelineStage, or call "
-                    "fullshard.wrappers.install() before torch's is imported"
-                )
+            refuse_split_backward()
         end = self._end_backward  # an object that only the engine holds
         queue_end_of_backward(end)
         self._end = weakref.ref(end)
