@@ -324,8 +324,7 @@ class FSDPParamGroup:
 
     def pop_in_turn(self) -> ReadyReductions:
         """Return the reductions of all gradients, or of zeros where there are none."""
-        if not self.gradients.is_set_up:  # then its gather is not prepared either
-            self.gathering.prepare()
+        self.gathering.prepare()  # if no gather did since its parameters were replaced
         return self.gradients.pop_ready(reduce=True)
 
     def finish_backward(self, *, keep: bool, keep_ahead: bool) -> ReadyReductions:

@@ -144,11 +144,6 @@ class GroupGradients:
         finally:
             accumulation.synchronises, accumulation.waits_for_last, strategy.gives_gradients = now
 
-    @property
-    def is_set_up(self) -> bool:
-        """Whether it reduced since parameters or settings changed."""
-        return bool(self._setups)
-
     def pop_ready(self, *, reduce: bool) -> ReadyReductions:
         """Return the reductions to launch now: none if it is not time, or synchronisation is off.
 
