@@ -46,15 +46,11 @@ class _Groups:
 
 _groups = _Groups()
 
+add_groups = _groups.add
+"""Add groups that ``fully_shard`` made."""
 
-def add_groups(groups: Iterable[FSDPParamGroup]) -> None:
-    """Add groups that ``fully_shard`` made."""
-    _groups.add(groups)
-
-
-def all_groups() -> tuple[FSDPParamGroup, ...]:
-    """Return the groups of all models of this process that are alive."""
-    return _groups.all()
+all_groups = _groups.all
+"""Return the groups of all models of this process that are alive."""
 
 
 class Snapshot:
