@@ -49,12 +49,12 @@ class HeldStep:
         self._has_backward = has_backward
         self._roots = tuple(roots)
         self._by_hand = [root.finalizes_by_hand for root in self._roots]
-        self._synced = [group.gradients.accumulation.synchronises for group in self.groups]
+        self._synced = [group.gradients.synchronises for group in self.groups]
         for root in self._roots:
             root.finalizes_by_hand |= has_backward
         for group in self.groups:
             group.leases.add_once(LeaseKind.STEP)
-            group.gradients.accumulation.synchronises &= not has_backward
+            group.gradients.synchronises &= not has_backward
 
     def release(self) -> None:
         """End the step: reshard, and launch the reductions if synchronisation is on."""
@@ -83,4 +83,4 @@ class HeldStep:
     def _restore(self) -> None:
         for group, synced in zip(self.groups, self._synced, strict=True):
             group.leases.drop(LeaseKind.STEP)
-            group.gradients.accumulation.synchronises = synced
+            group.gradients.synchronises = synced

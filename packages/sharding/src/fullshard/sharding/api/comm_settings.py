@@ -297,7 +297,7 @@ class CommSettings:
         """
         require_bool("keep", keep)
         for group in groups_of(self, recurse):
-            group.gradients.accumulation.survives_errors = keep
+            group.gradients.survives_errors = keep
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None

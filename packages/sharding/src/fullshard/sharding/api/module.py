@@ -117,7 +117,7 @@ class FSDPModule(CommSettings, StepSettings, _Original):
         """
         require_bool("requires_gradient_sync", requires_gradient_sync)
         for group in groups_of(self, recurse):
-            group.gradients.accumulation.synchronises = requires_gradient_sync
+            group.gradients.synchronises = requires_gradient_sync
             group.gradients.strategy.synchronise(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:

@@ -359,7 +359,7 @@ class FSDPParamGroup:
         ready: ReadyReductions = ()
         if not gradients.reduced or gradients.grads_after_reduce:
             reached = gradients.in_backward or gradients.in_unsynced_backward
-            reached = reached or gradients.accumulation.waiting or gradients.strategy.owes
+            reached = reached or gradients.waiting or gradients.strategy.owes
             ready, keep = gradients.pop_ready(reduce=reached), reached and keep
         elif self.gathering.state is ShardedState.SHARDED:
             return ready

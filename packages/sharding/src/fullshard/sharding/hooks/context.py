@@ -269,7 +269,7 @@ class RootContext:
         """
         error = ""
         for group in reversed(self.record.used):
-            if group.gradients.accumulation.reduces or LeaseKind.STEP in group.leases.out:
+            if group.gradients.reduces or LeaseKind.STEP in group.leases.out:
                 group.gradients.leave_backward()
             else:
                 error_of_group = self.schedule.finish_backward(group, is_last=False)

@@ -269,6 +269,6 @@ def keep_copies_within_step(groups: Sequence[FSDPParamGroup], *, is_last: bool) 
     for group in groups:
         gathering = group.gathering
         if gathering.keeps_copies:
-            gathering.within_step = not (is_last and group.gradients.accumulation.synchronises)
+            gathering.within_step = not (is_last and group.gradients.synchronises)
             if not gathering.within_step:
                 gathering.drop_copies()

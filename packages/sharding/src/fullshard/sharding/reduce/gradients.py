@@ -1,14 +1,16 @@
 """The gradients of a group: collected from autograd, accumulated, reduced.
 
-Owns what is set per group about reduction (synchronisation on or off, divide factor, the
-collective) and where the group stands in the present backward. [Note: one reduction] A group
-reduces when no forward of the group is outstanding, which all ranks know. The layout is always
-equal, with zeros for a parameter without a gradient on this rank. So ranks that use different
-parameters of a group still issue the same collectives. The used-parameter mask, which marks the
-parameters that any rank used, is sent with the reduction. A group reduces once per backward; only
-reentrant checkpointing, which hides forwards from us until backward reruns them, can make a group
-that it reruns twice reduce twice. Gradients of backwards without communication are accumulated
-until a backward communicates.
+Owns the gradients until a reduction takes them (what autograd left, and sums in the reduce dtype),
+what is set per group about reduction (synchronisation on or off, divide factor, the collective) and
+where the group stands in the present backward.
+
+[Note: one reduction] A group reduces when no forward of the group is outstanding, which all ranks
+know. The layout is always equal, with zeros for a parameter without a gradient on this rank. So
+ranks that use different parameters of a group still issue the same collectives. The used-parameter
+mask, which marks the parameters that any rank used, is sent with the reduction. A group reduces
+once per backward; only reentrant checkpointing, which hides forwards from us until backward reruns
+them, can make a group that it reruns twice reduce twice. Gradients of backwards without
+communication are accumulated until a backward communicates.
 
 [Note: ways] A small reduction is coalesced with reductions of the groups that are gathered before
 and after it; see ``buckets``. Other reductions are launched alone. ``ReductionQueue`` launches what
@@ -20,9 +22,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
+from torch import nn
 
 from fullshard.comm import (
     ReduceConfig,
@@ -31,11 +36,11 @@ from fullshard.comm import (
     reduction_scaling,
 )
 from fullshard.comm.spi import backend_averages, coalesced_cap_mb, rank_major
+from fullshard.sharding.base.compat import gradients_of, without_torch_function
 from fullshard.sharding.mesh.mesh_info import HSDPMeshInfo, TwoLevelMeshInfo
 from fullshard.sharding.mesh.placements import EarlyReduction
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import WireForms
-from fullshard.sharding.reduce.accumulation import Accumulation
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
 from fullshard.sharding.reduce.reduction import (
     ReadyReductions,
@@ -52,6 +57,9 @@ from fullshard.sharding.reduce.strategies import (
 
 __all__ = ["GroupGradients"]
 
+_requires_grad = attrgetter("requires_grad")
+_NEVER = nn.Parameter(torch.empty(0), requires_grad=False)  # has no gradient
+
 
 class GroupGradients:
     """The gradients of one group.
@@ -60,7 +68,10 @@ class GroupGradients:
         name: the group's, for messages and events.
         settings: what users set; see ``change``.
         strategy: how the group reduces; see [Note: reduce strategies].
-        accumulation: gradients that are not reduced yet, and whether to reduce at all.
+        synchronises: whether the user lets backwards reduce (``set_requires_gradient_sync``).
+        waits_for_last: whether placements let the present backward leave its gradients here.
+        survives_errors: whether gradients of backwards that ended well outlive one that raises.
+        has_unreduced: whether such backwards left any here.
         reductions: reductions that were ready so far.
         in_backward: whether the present backward reached a forward of the group.
         in_unsynced_backward: whether a backward without synchronisation reached the group since the
@@ -82,7 +93,8 @@ class GroupGradients:
         self.params = params
         self.mesh_info = mesh_info = params[0].mesh_info
         self.device = device
-        self.accumulation = Accumulation(params)
+        self.synchronises, self.waits_for_last = True, False
+        self.survives_errors = self.has_unreduced = False
         self.reductions = 0
         self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
         self.in_unsynced_backward = False
@@ -100,11 +112,19 @@ class GroupGradients:
         elif isinstance(mesh_info, HSDPMeshInfo):
             self.strategy = HybridReduce(mesh_info.replicate_process_group)
         self._setups: dict[tuple[bool, ...], Sequence[ReductionSetup]] = {}
+        # by parameter the sum in the reduce dtype, apart from what autograd adds to
+        self._sums: dict[FSDPParam, torch.Tensor] = {}
+        self._saved: dict[FSDPParam, torch.Tensor] = {}  # sums that were taken, to put back
+        self._generation = params[0].generation
+        self._replacements = -1
+        self._own: list[nn.Parameter] = []
+        self._full: list[nn.Parameter] = []
+        self._whole = all(param.sharding.travels_whole for param in params)
 
     def announce_last(self, is_last: bool) -> None:
         """Note whether the next backward is the last of a step; others reduce less if so asked."""
         waits = EarlyReduction.ALL if is_last else self.early_reduction
-        self.accumulation.waits_for_last = waits is EarlyReduction.NONE
+        self.waits_for_last = waits is EarlyReduction.NONE
         self.strategy.wait_for_last(waits is EarlyReduction.FIRST)
 
     def share(self, shared: SharedComm) -> None:
@@ -125,24 +145,29 @@ class GroupGradients:
     @property
     def unsynced(self) -> bool:
         """Whether there are gradients of successful backwards that are not reduced yet."""
-        return self.accumulation.unsynced or self.strategy.unsynced
+        return self.has_unreduced or self.strategy.unsynced
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a backward reduces."""
+        return self.synchronises and not self.waits_for_last
 
     @property
     def synced(self) -> tuple[bool, bool]:
         """Whether a backward reduces now, and whether its reductions give gradients."""
-        return self.accumulation.reduces, self.strategy.gives_gradients
+        return self.reduces, self.strategy.gives_gradients
 
     @contextmanager
     def synced_as(self, synced: tuple[bool, bool]) -> Iterator[None]:
         """Reduce in the block as when ``synced`` was read."""
-        accumulation, strategy = self.accumulation, self.strategy
-        now = accumulation.synchronises, accumulation.waits_for_last, strategy.gives_gradients
+        strategy = self.strategy
+        now = self.synchronises, self.waits_for_last, strategy.gives_gradients
         reduces, strategy.gives_gradients = synced
-        accumulation.synchronises, accumulation.waits_for_last = reduces, not reduces
+        self.synchronises, self.waits_for_last = reduces, not reduces
         try:
             yield
         finally:
-            accumulation.synchronises, accumulation.waits_for_last, strategy.gives_gradients = now
+            self.synchronises, self.waits_for_last, strategy.gives_gradients = now
 
     def pop_ready(self, *, reduce: bool) -> ReadyReductions:
         """Return the reductions to launch now: none if it is not time, or synchronisation is off.
@@ -155,13 +180,13 @@ class GroupGradients:
         Args:
             reduce: whether it is time.
         """
-        if not (reduce and self.accumulation.reduces):
-            if not self.accumulation.survives_errors:  # else once backward ended without an error
-                self.accumulation.stash()
+        if not (reduce and self.reduces):
+            if not self.survives_errors:  # else once backward ended without an error
+                self._stash()
             return ()
         self.reduced = True
         self.in_unsynced_backward = False
-        gradients, trainable = self.accumulation.pop_grads()
+        gradients, trainable = self._pop_grads()
         setups = self._setups.get(trainable)
         if setups is None:
             setups = self._set_up(trainable)
@@ -235,10 +260,14 @@ class GroupGradients:
             An error message if a parameter received a gradient after its group was reduced, or an
             empty string. The other groups end first, as on ranks without an error.
         """
-        waiting, late = self.accumulation.end_of_backward(), ""
-        if waiting and self.reduced and not self.grads_after_reduce:
-            late = ", ".join(self.accumulation.names)
-            self.accumulation.stash()
+        self.has_unreduced, late = self.waiting, ""
+        self._saved.clear()
+        if self.has_unreduced and self.reduced and not self.grads_after_reduce:
+            late = ", ".join(
+                [p.name for p in self.params if p in self._sums or p.autograd_grad is not None]
+            )
+        if late or (self.has_unreduced and self.survives_errors):
+            self._stash()
         self.in_unsynced_backward |= self.in_backward and not self.reduced
         if self.strategy.has_second_reduction:
             self.strategy.end_of_backward()
@@ -256,7 +285,7 @@ class GroupGradients:
         A gradient that arrived after the reduction of the group is an error, which that raises.
         """
         late, unannounced = self.grads_after_reduce, self.unannounced
-        if self.reduced and not late and self.accumulation.waiting:
+        if self.reduced and not late and self.waiting:
             return
         self.end_of_backward()
         self.in_unsynced_backward |= late
@@ -265,22 +294,100 @@ class GroupGradients:
     def abandon(self) -> bool:
         """Drop the gradients of an unfinished backward; return whether others were lost too.
 
-        Other gradients are from successful backwards without communication; they stay if the
-        accumulation keeps them.
+        Other gradients are from successful backwards without communication; they stay if they
+        survive errors.
         """
-        keep = self.accumulation.survives_errors
+        keep = self.survives_errors
         lost = self.unsynced and not keep
-        self.in_unsynced_backward &= keep
-        self.accumulation.abandon(keep=keep)
-        self.strategy.abandon(keep=keep)
+        self._drop(keep=keep)
         self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
         return lost
 
     def forget(self) -> None:
         """Drop every unsharded gradient: the parameters were replaced."""
-        self.accumulation.abandon(keep=False)
-        self.in_unsynced_backward = False
+        self._drop(keep=False)
         self._setups.clear()
         if self.bucket is not None:
             self.bucket.forget()
-        self.strategy.abandon(keep=False)
+
+    # -- gradients that no reduction has taken ----------------------------------------------------
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any gradient is here."""
+        if self._replacements != self._generation.replacements:
+            self._look()
+        return bool(self._sums) or not all(map(is_, gradients_of(self._full), repeat(None)))
+
+    def take_of(self, param: FSDPParam) -> torch.Tensor | None:
+        """Return the gradient of a parameter and remove it."""
+        total, left = self._sums.pop(param, None), param.autograd_grad
+        param.drop_gradient()
+        gradient = None if left is None else param.to_reduce(left)
+        if total is None:
+            return gradient
+        if param in self._saved:
+            total = total.clone()
+        return total if gradient is None else total.add_(gradient)
+
+    def set_grad(self, param: FSDPParam, total: torch.Tensor | None) -> None:
+        """Replace the gradient of ``param`` by ``total``, which came from ``take_of``."""
+        param.drop_gradient()
+        self._sums.pop(param, None)
+        if total is not None:
+            self._sums[param] = total.to(param.reduce_dtype)
+
+    def _pop_grads(self) -> tuple[list[torch.Tensor | None], tuple[bool, ...]]:
+        """Return and remove the gradient of each parameter since the last reduction.
+
+        Returns:
+            The gradients, and of each parameter whether it requires a gradient now.
+        """
+        if self._replacements != self._generation.replacements:
+            self._look()
+        with without_torch_function():
+            trainable = tuple(map(_requires_grad, self._own))
+        if self._sums:
+            if self.survives_errors:
+                self._saved = {**self._sums, **self._saved}
+            return [self.take_of(param) for param in self.params], trainable
+        found = gradients_of(self._full)
+        with without_torch_function():
+            for unsharded in self._full:
+                unsharded.grad = None
+        dense = torch.strided if self._whole else None
+        # looks at no parameter where none has a say: that would cost more than all the rest
+        for at, left in enumerate(found):
+            if left is not None and (left.layout is not dense or left.requires_grad):
+                found[at] = self.params[at].to_reduce(left)
+        return found, trainable
+
+    def _look(self) -> None:
+        """Find sharded and unsharded parameters; one that was never gathered has no gradient."""
+        self._replacements = self._generation.replacements
+        self._own = [param.sharded for param in self.params]
+        both = zip(self.params, self._own, strict=True)
+        self._full = [_NEVER if p.unsharded is own else p.unsharded for p, own in both]
+
+    def _stash(self) -> None:
+        """Move autograd's gradients into the sums.
+
+        If autograd's dtype is the reduce dtype, the gradient stays in place, because autograd adds
+        further gradients to it; unless it is to outlive a backward that raises.
+        """
+        for param in self.params:
+            left = param.autograd_grad
+            if left is None:
+                continue
+            if self.survives_errors or param in self._sums or left.dtype != param.reduce_dtype:
+                self.set_grad(param, self.take_of(param))
+
+    def _drop(self, *, keep: bool) -> None:
+        """Drop the gradients of an unfinished backward, and earlier ones if not ``keep``."""
+        self._sums = {**self._sums, **self._saved} if keep else {}
+        self._saved.clear()
+        self.has_unreduced &= keep
+        self.in_unsynced_backward &= keep
+        for param in self.params:
+            param.drop_gradient()
+        self.strategy.abandon(keep=keep)

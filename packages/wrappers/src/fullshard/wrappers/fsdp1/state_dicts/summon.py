@@ -130,7 +130,7 @@ def _show_gradients(shown: dict[_Place, _Sharded]) -> list[_Gradient]:
     """
     found = {place: owner for place, owner in shown.items() if owner.param not in _showing}
     groups = dict.fromkeys(owner.group for owner in found.values())
-    unreduced = {each: on_any_rank(each.gradients.accumulation.unsynced, [each]) for each in groups}
+    unreduced = {each: on_any_rank(each.gradients.has_unreduced, [each]) for each in groups}
     return [
         _Gradient(place, owner, unreduced=unreduced[owner.group]) for place, owner in found.items()
     ]
@@ -148,10 +148,10 @@ class _Gradient:
     def __init__(self, place: _Place, owner: _Sharded, *, unreduced: bool) -> None:
         """Show it; every rank takes part."""
         self._param = param = owner.param
-        self._accumulation = owner.group.gradients.accumulation
+        self._gradients = owner.group.gradients
         self._held = place.full(param.sharded)
         self._unreduced = unreduced
-        self._own = self._accumulation.take_of(param)
+        self._own = self._gradients.take_of(param)
         self._written: torch.Tensor | None = None
         _showing.add(param)
         full: torch.Tensor | None = None
@@ -169,7 +169,7 @@ class _Gradient:
         _showing.discard(self._param)
         if self._held is not None:
             self._written, self._held.grad = self._held.grad, None
-        self._accumulation.set_grad(self._param, self._own)
+        self._gradients.set_grad(self._param, self._own)
 
     @torch.no_grad()
     def store(self) -> None:
@@ -179,7 +179,7 @@ class _Gradient:
             own = None
             if full is not None:
                 own = self._param.sharding.to_reduce(full.detach(), full.dtype)
-            self._accumulation.set_grad(self._param, own)
+            self._gradients.set_grad(self._param, own)
             sharded.grad = None
             return
         assert isinstance(sharded, DTensor), "fully_shard makes DTensors"
