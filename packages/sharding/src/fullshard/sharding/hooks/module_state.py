@@ -195,11 +195,12 @@ class ModuleState:
                     schedule.prefetch(group)
         if not torch.is_grad_enabled():
             return args, kwargs
-        begun = self._pass_of(first, call)
+        forward_pass = self._pass_of(first, call)
         if self.gathers_on_read or (DEBUGGED and is_debugging()):
-            on_read = partial(self.pre_backward, begun) if self.gathers_on_read else None
+            on_read = partial(self.pre_backward, forward_pass) if self.gathers_on_read else None
             call.reads = watch_reads(self.label, self.groups, on_read)
-        return call.watch_inputs(begun, partial(self.post_backward, begun), args, kwargs)
+        hook = partial(self.post_backward, forward_pass)
+        return call.watch_inputs(forward_pass, hook, args, kwargs)
 
     def _adapted(self, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
         """Return the inputs as the policy casts them, a root's on the device where it computes."""
@@ -252,17 +253,17 @@ class ModuleState:
                 call = self._calls.pop()
                 if call.reads is not None:
                     call.reads.close()
-                begun = call.forward_pass
-                if begun is not None:
-                    hook = partial(self.pre_backward, begun)
+                forward_pass = call.forward_pass
+                if forward_pass is not None:
+                    hook = partial(self.pre_backward, forward_pass)
                     if call.in_transform:
                         output = watch(hook, output, copy=True)
-                    elif not call.watch_output(begun, hook, output):
-                        begun = None
+                    elif not call.watch_output(forward_pass, hook, output):
+                        forward_pass = None
                 if call.in_transform:
-                    outside_transforms(self._end_call)(call, output, begun)
+                    outside_transforms(self._end_call)(call, output, forward_pass)
                 else:
-                    self._end_call(call, output, begun)
+                    self._end_call(call, output, forward_pass)
                 return output if self.casts_nothing else self.casts.cast_output(output)
         finally:
             self.host_ns += perf_counter_ns() - start
@@ -351,9 +352,7 @@ class ModuleState:
             self.host_ns += perf_counter_ns() - start
         if not grads or not torch.is_grad_enabled():
             return None
-        hook = partial(self.pre_backward, forward_pass)
-        watched: tuple[torch.Tensor | None, ...] = watch(hook, grads)
-        return watched
+        return tuple(watch(partial(self.pre_backward, forward_pass), grads))
 
     # -- access -----------------------------------------------------------------------------------
 

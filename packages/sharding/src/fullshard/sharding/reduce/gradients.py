@@ -284,11 +284,11 @@ class GroupGradients:
 
         A gradient that arrived after the reduction of the group is an error, which that raises.
         """
-        late, unannounced = self.grads_after_reduce, self.unannounced
-        if self.reduced and not late and self.waiting:
+        still_to_reduce, unannounced = self.grads_after_reduce, self.unannounced
+        if self.reduced and not still_to_reduce and self.waiting:
             return
         self.end_of_backward()
-        self.in_unsynced_backward |= late
+        self.in_unsynced_backward |= still_to_reduce
         self.unannounced = unannounced
 
     def abandon(self) -> bool:
