@@ -53,7 +53,7 @@ from fullshard.comm.same_host.shared_buffers import (
     SharedTensors,
     foreach_all_gather_in_place,
 )
-from fullshard.comm.same_host.shared_frames import release_frames
+from fullshard.comm.same_host.shared_frames import FRAMES, release_frames
 from fullshard.comm.same_host.shared_signals import NoRoomError
 from fullshard.comm.transports.all_to_all import all_to_all, exchange, is_served
 from fullshard.comm.transports.collective import Route
@@ -61,6 +61,7 @@ from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank
 
 __all__ = [
     "DEBUGGED",
+    "FRAMES",
     "LISTENERS",
     "NOTHING",
     "TIMELINES",

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from fullshard.comm.same_host.shared_pages import Window
 from fullshard.comm.same_host.shared_segment import SegmentFile
 
-__all__ = ["Frame", "Frames", "release_frames", "set_shared_frames"]
+__all__ = ["FRAMES", "Frame", "Frames", "release_frames", "set_shared_frames"]
 
 _FRAMES = 2  # for a group and one gathered ahead
 _KEPT = 32 << 20  # bytes: malloc, too, gives larger blocks back to the system at once
@@ -142,7 +142,7 @@ class Frames:
         self._alive: weakref.WeakValueDictionary[int, Frame] = weakref.WeakValueDictionary()
         self._turns: dict[int, _Turns] = {}
         self._lock = lock
-        _all_frames.add(self)
+        FRAMES.add(self)
 
     @property
     def sizes(self) -> list[int]:
@@ -184,7 +184,8 @@ class Frames:
         return window, frame
 
 
-_all_frames: weakref.WeakSet[Frames] = weakref.WeakSet()
+FRAMES: weakref.WeakSet[Frames] = weakref.WeakSet()
+"""The frames of each process group whose ranks share memory; empty where none does."""
 
 
 def release_frames() -> None:
@@ -192,5 +193,5 @@ def release_frames() -> None:
 
     It communicates nothing.
     """
-    for frames in list(_all_frames):
+    for frames in list(FRAMES):
         frames.release()

@@ -25,6 +25,7 @@ import torch
 from fullshard.comm import CommStreams
 from fullshard.comm.spi import (
     DEBUGGED,
+    FRAMES,
     NOTHING,
     TIMELINES,
     Mark,
@@ -189,7 +190,8 @@ class RootContext:
         for group in self.groups:
             group.end_of_forward()
         if not torch.is_grad_enabled():  # else backward follows
-            release_frames()
+            if FRAMES:
+                release_frames()
             if self._fallible and not raised:
                 offload_errors.raise_errors_of_ranks(self._fallible, self.shared.queue)
         if raised:
@@ -313,7 +315,8 @@ class RootContext:
             self.shared.queue.commit(check)
         finally:
             self.shared.streams.collect_all()
-            release_frames()
+            if FRAMES:
+                release_frames()
 
     def finalize_backward(self) -> None:
         """Finish the backward of every group now, outside of a backward; ``commit`` follows.
