@@ -489,7 +489,7 @@ def test_full_parameters_that_are_kept_within_a_step_are_refused() -> None:
     fully_shard(net.extra, placements=ShardingPlacements.zero(1))
     fully_shard(net, placements=ShardingPlacements.zero(3))
     assert isinstance(net, FSDPModule)
-    with pytest.raises(ValueError, match=r"placements of extra keep.*without compute=\(\)"):
+    with pytest.raises(ValueError, match=r"extra keep full.*without compute=\(\)"):
         net.set_canonical_order()
     net.set_placements(ShardingPlacements(gradients=()))
     net.set_canonical_order()

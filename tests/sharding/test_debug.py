@@ -17,7 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.comm import CollectiveMismatchError, DefaultAllGather
 from fullshard.comm.debug.debug import is_debugging
 from fullshard.policies import CPUOffloadPolicy
-from fullshard.sharding import FSDPModule, debug_mode, fully_shard, set_debug_mode
+from fullshard.sharding import (
+    FSDPModule,
+    ShardingPlacements,
+    debug_mode,
+    fully_shard,
+    set_debug_mode,
+)
 from fullshard.sharding.gather.copy_watch import _checksum
 from support.modules import Assembled
 from support.products import few
@@ -416,18 +422,26 @@ def changer(model: nn.Module) -> Callable[[], None]:
 
 
 @distributed(4)
-@pytest.mark.parametrize("kept", ["after forward", "by the user", "over few ranks"])
+@pytest.mark.parametrize(
+    "kept", ["after forward", "by the user", "over few ranks", "over the first level"]
+)
 def test_a_kept_copy_of_parameters_changed_by_hand_is_found(kept: str) -> None:
     kwargs: dict[str, Any] = {}
     if kept == "after forward":
         kwargs["reshard_after_forward"] = False
     elif kept == "over few ranks":
         kwargs["reshard_after_forward"] = 2
+    elif kept == "over the first level":
+        kwargs["mesh"] = cpu_mesh((2, 2), ("outer", "inner"))
+        kwargs["placements"] = ShardingPlacements(compute="inner")
     model = sharded(**kwargs)
     change = changer(model)
-    with debug_mode(timeout=AGES), torch.set_grad_enabled(kept == "over few ranks"):
+    with debug_mode(timeout=AGES), torch.set_grad_enabled(kept.startswith("over")):
         for _ in range(2):
             loss = loss_of(model, part())  # the second finds it fresh
+            if kept == "over the first level":  # within a step
+                model.set_is_last_backward(False)
+                loss.backward()
         if kept == "by the user":
             model.blocks[1].unshard()
         dist.barrier()  # neighbours do not wait for the others

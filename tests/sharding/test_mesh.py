@@ -25,6 +25,7 @@ from fullshard.sharding import (
 )
 from fullshard.sharding.mesh.mesh_axes import mesh_info_of
 from fullshard.sharding.mesh.mesh_info import device_type_of
+from support.collectives import ToldAllGather
 from support.events.recorder import group_of
 from support.ranks import cpu_mesh, distributed
 
@@ -290,6 +291,32 @@ def test_each_slice_of_a_mesh_has_post_forward_meshes_of_its_own() -> None:
         out.sum().backward()
         group = group_of(linear)
         assert group.gathering.post_forward_size == (0 if size == 1 else size)
+
+
+@distributed(4)
+def test_the_next_gather_uses_compute_shards_up_unless_a_user_asks_for_the_parameters() -> None:
+    sizes: list[int] = []
+    linear: Any = fully_shard(nn.Linear(4, 4), mesh=cpu_mesh(), reshard_after_forward=2)
+    linear.set_custom_all_gather(ToldAllGather(lambda _, group: sizes.append(group.size())))
+    inputs = group_of(linear).gathering.prepare().inputs
+    loss = linear(torch.ones(1, 4)).sum()
+    linear.reshard()  # there is no full parameter to free
+    with torch.no_grad():
+        linear(torch.ones(1, 4))
+    assert inputs.has_copies  # the backward is outstanding
+    loss.backward()
+    assert sizes == [4, 2, 2] and not inputs.has_copies
+    sizes.clear()
+    loss = linear(torch.ones(1, 4)).sum()
+    with torch.no_grad():
+        linear.weight.to_local().fill_(3.0)
+    linear.unshard()
+    assert (linear.weight == 3.0).all()
+    linear.reshard()
+    loss.backward()
+    linear.set_reshard_after_forward(True)
+    linear(torch.ones(1, 4)).sum().backward()
+    assert sizes == [4, 4, 4, 4, 4]
 
 
 @distributed(4)

@@ -23,23 +23,15 @@ from support.events.recorder import group_of, ours
 from support.ranks import distributed
 
 SHARDED = ShardedState.SHARDED
-POST_FORWARD = ShardedState.SHARDED_POST_FORWARD
 UNSHARDING = ShardedState.UNSHARDING
 UNSHARDED = ShardedState.UNSHARDED
 
-# Full parameters appear only by a gather, and a gather starts from shards of either world. It ends
-# in full parameters or is discarded: back to what was there. Full parameters go to shards of either
-# world. A shard of the post-forward mesh may be dropped for the ordinary one, never the other way,
-# as that of the post-forward mesh is cut from full parameters.
+# Full parameters appear only by a gather. It ends in full parameters or is discarded.
 LEGAL = {
     (SHARDED, UNSHARDING),
-    (POST_FORWARD, UNSHARDING),
-    (POST_FORWARD, SHARDED),
     (UNSHARDING, UNSHARDED),
     (UNSHARDING, SHARDED),
-    (UNSHARDING, POST_FORWARD),
     (UNSHARDED, SHARDED),
-    (UNSHARDED, POST_FORWARD),
 }
 PAIRS = list(itertools.product(ShardedState, ShardedState))
 
@@ -64,7 +56,7 @@ def test_an_illegal_transition_is_our_bug_and_no_users_error() -> None:
 
 
 @distributed(2)
-def test_every_transition_of_one_world_happens_in_a_step_and_no_other_does() -> None:
+def test_every_transition_happens_in_a_step_and_no_other_does() -> None:
     walked: set[tuple[ShardedState, ShardedState]] = set()
     become = Gathering._become
 
@@ -78,7 +70,7 @@ def test_every_transition_of_one_world_happens_in_a_step_and_no_other_does() -> 
         net(make_inputs(dist.get_rank())).sum().backward()
         net.blocks[0].unshard(async_op=True)
         net.blocks[0].reshard()
-    assert walked == {pair for pair in LEGAL if POST_FORWARD not in pair}
+    assert walked == LEGAL
 
 
 @distributed(2)

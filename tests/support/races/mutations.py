@@ -20,8 +20,7 @@ from fullshard.comm.collectives.replicas import AllReduceInFlight, SecondReduceI
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.sharding.access.full_params import LeasedParams
 from fullshard.sharding.base.policies import OffloadToCPU
-from fullshard.sharding.gather.post_forward import PostForwardShards, PostForwardUnshard
-from fullshard.sharding.gather.two_level import TwoLevelInputs
+from fullshard.sharding.gather.compute_shards import CutShards, TwoLevelInputs
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.reduce import reduction
@@ -295,23 +294,23 @@ MUTATIONS = [
         program="full-after-step",
     ),
     M(
-        PostForwardShards,
+        CutShards,
         "gather",
-        "config.streams.copy_in.wait_event(self.cut)",
+        "config.streams.copy_in.wait_event(self._cut)",
         program="post-forward-mesh",
     ),
     M(
-        PostForwardUnshard,
-        "keep_shards",
-        "cut = config.streams.record()",
-        "cut = config.streams.record(config.streams.copy_in)",
+        CutShards,
+        "__init__",
+        "self._cut = config.streams.record()",
+        "self._cut = config.streams.record(config.streams.copy_in)",
         program="post-forward-mesh",
     ),
     M(
-        PostForwardUnshard,
-        "keep_shards",
-        "mesh_info.shard_of(full, spec.dim)",
-        "full.chunk(2, spec.dim)[0]",
+        CutShards,
+        "__init__",
+        "few.shard_of(tensor, spec.dim)",
+        "tensor.chunk(2, spec.dim)[0]",
         program="post-forward-mesh",
     ),
     # lists of a program's own

@@ -93,7 +93,6 @@ KEPT: dict[Site, str] = {
     ("TwoReductions", "_begun"): _FLIGHT,
     ("TwoReductions", "_ended"): _FLIGHT,
     ("TwoReductions", "_partial"): "AllReduceInFlight._launch changes it, and keeps it for longer",
-    ("PostForwardShards", "shards"): "AllGatherInFlight.sources keeps them for longer",
     ("ReduceInFlight", "output"): _RESULT,
     ("ReduceInFlight", "packed"): _RELEASED,
     ("ReduceSettings", "divide_factor"): "a user's number",

@@ -68,25 +68,24 @@ class CommSettings:
 
         Raises:
             TypeError: if ``enable`` is not a bool, or ``slack`` not an int.
-            ValueError: if ``slack`` is less than 1, or a group reshards to a post-forward mesh or
-                keeps full parameters within a step.
+            ValueError: if ``slack`` is less than 1, or a group keeps full parameters within a step
+                or shards over a post-forward mesh.
             RuntimeError: if this module is not the root, or is in the middle of a step.
         """
         require_bool("enable", enable)
         require_count("slack", slack)
         state = the_root(self, "set_canonical_order")
-        few = [group.name for group in state.context.groups if group.gathering.post_forward_size]
-        if enable and few:
+        kept = [
+            group.name
+            for group in state.context.groups
+            if group.gathering.post_forward_size or group.gathering.keeps_full
+        ]
+        if enable and kept:
             raise ValueError(
-                f"{', '.join(few)} reshard to a post-forward mesh, which a rank that "
-                "skips them cannot do; pass reshard_after_forward=True there"
-            )
-        full = [group.name for group in state.context.groups if group.gathering.keeps_full]
-        if enable and full:
-            raise ValueError(
-                f"the placements of {', '.join(full)} keep full parameters within a step, which a "
-                "rank that skips them does not have; pass placements without compute=(), for "
-                "example ShardingPlacements(gradients=())"
+                f"{', '.join(kept)} keep full parameters within a step, or shards over a "
+                "post-forward mesh, which a rank that skips them does not have; pass "
+                "reshard_after_forward=True, and placements without compute=(), for example "
+                "ShardingPlacements(gradients=())"
             )
         events = list(events_under(state.modules, state_of))
         state.context.use_schedule(StaticSchedule(events, slack) if enable else Schedule())

@@ -6,11 +6,10 @@ what follows changes them and does not raise. It communicates nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fullshard.sharding.access.state_dict import attach_state_dict_hooks
@@ -22,8 +21,9 @@ from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.initialise import initialise_root
 from fullshard.sharding.hooks.module_state import ModuleState
-from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
+from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.mesh.placements import Placed
+from fullshard.sharding.mesh.post_forward_mesh import post_forward_mesh
 from fullshard.sharding.optim.step_hooks import watch_optimizers
 from fullshard.sharding.params.lookup import release_replaced, set_owner
 from fullshard.sharding.params.param import Cut, FSDPParam
@@ -37,7 +37,6 @@ def construct(
     managed: Managed,
     placed: Placed,
     policies: Policies,
-    post_forward: Mapping[dist.ProcessGroup, FSDPMeshInfo],
     mixin: type[FSDPModule],
 ) -> None:
     """Shard ``modules``, all of whose arguments were checked.
@@ -47,7 +46,6 @@ def construct(
         managed: their parameters.
         placed: the mesh of the call, and what is kept over which axes.
         policies: what is asked of the user.
-        post_forward: the post-forward mesh of each process group that shards, if it has one.
         mixin: what the modules' classes will extend.
     """
     mesh_info = placed.mesh_info
@@ -57,6 +55,9 @@ def construct(
         _cut(original, cut, policies, device): original for original, cut in managed.cuts.items()
     }
     groups = [FSDPParamGroup(each, policies, context.shared) for each in _by_process_groups(made)]
+    for group in groups:
+        mesh = post_forward_mesh(group.mesh_info, placed.backward_ranks)
+        group.gathering.set_post_forward_mesh(mesh)
     watch_optimizers(groups)
     # No error is raised below; up to here the modules are unchanged.
     for group in groups:
@@ -67,7 +68,6 @@ def construct(
         attach_state_dict_hooks(group, {place.module for p in group.params for place in p.places})
         group.gathering.keep_full(placed.keeps_full)
         group.gradients.early_reduction = placed.early_reduction
-        group.reshard_to(post_forward.get(group.mesh_info.shard_process_group))
     _move_buffers(modules, device)
     borrowed = []
     for place, owner in managed.tied.items():

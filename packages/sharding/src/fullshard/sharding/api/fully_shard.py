@@ -1,8 +1,8 @@
 """``fully_shard`` shards parameters, gradients and optimizer state; ``replicate`` replicates them.
 
 Owns the public functions and the order of their checks, which all come before anything changes, so
-a call that raises leaves the module as it was. No call communicates, but one that reshards to a
-post-forward mesh, shards over several axes of a mesh, or replicates, makes process groups.
+a call that raises leaves the module as it was. No call communicates, but one that keeps shards over
+a post-forward mesh, shards over several axes of a mesh, or replicates, makes process groups.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fullshard.sharding.base.policies import FullPrecision, Policies, require
 from fullshard.sharding.mesh.mesh_axes import default_mesh, mesh_info_of, require_mesh
 from fullshard.sharding.mesh.mesh_info import DataParallelMeshDims, FSDPMeshInfo
 from fullshard.sharding.mesh.placements import Placed, ShardingPlacements
-from fullshard.sharding.mesh.post_forward_mesh import post_forward_meshes
+from fullshard.sharding.mesh.post_forward_mesh import require_divides
 from fullshard.sharding.protocols import (
     FixedReshard,
     FullWidth,
@@ -129,18 +129,21 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
         wire=require(WireForms, wire_policy, "wire_policy"),
     )
     managed = find_managed(modules, ignored_params, shard_placement_fn, mesh_info)
-    meshes = [cut.mesh_info for cut in managed.cuts.values()]
-    post_forward = post_forward_meshes(reshard_after_forward, mesh_info, meshes)
-    construct(modules, managed, placed, policies, post_forward, FSDPModule)
+    if placed.backward_ranks is not None:
+        for each in (mesh_info, *(cut.mesh_info for cut in managed.cuts.values())):
+            require_divides(placed.backward_ranks, each)
+    construct(modules, managed, placed, policies, FSDPModule)
     return cast(FSDPModule | list[FSDPModule], module)
 
 
 def _placed(
     placements: object, mesh: DeviceMesh | None, dims: object, reshard_after_forward: object
 ) -> Placed:
-    """Return what ``placements`` mean on ``mesh``; what ``mesh`` and ``dims`` mean without any."""
+    """Return what ``placements`` mean on ``mesh``; what the other arguments mean without any."""
+    ranks = reshard_after_forward if type(reshard_after_forward) is int else None
     if placements is None:
-        return Placed(mesh_info_of(mesh, cast(DataParallelMeshDims | None, dims)))
+        mesh_info = mesh_info_of(mesh, cast(DataParallelMeshDims | None, dims))
+        return Placed(mesh_info, backward_ranks=ranks)
     if not isinstance(placements, ShardingPlacements):
         raise TypeError(
             f"placements is a {type(placements).__name__}; pass a ShardingPlacements of "
@@ -152,10 +155,10 @@ def _placed(
             "of data parallel axes only, for example mesh['outer', 'inner']"
         )
     placed = placements.on(require_mesh(mesh or default_mesh(None)))
-    if type(reshard_after_forward) is int:
+    if ranks is not None:
         raise ValueError(
-            f"reshard_after_forward is {reshard_after_forward!r}, and placements= says where "
-            "parameters are between their uses; pass one of them"
+            f"reshard_after_forward is {ranks}, and placements= says where parameters are between "
+            "their uses; pass one of them"
         )
     return placed
 
@@ -235,5 +238,5 @@ def replicate(
         wire=FullWidth(),
     )
     managed = find_managed(modules, ignored_params, None, mesh_info)
-    construct(modules, managed, Placed(mesh_info), policies, {}, ReplicateModule)
+    construct(modules, managed, Placed(mesh_info), policies, ReplicateModule)
     return cast(ReplicateModule | list[ReplicateModule], module)

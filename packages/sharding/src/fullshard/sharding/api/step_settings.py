@@ -122,7 +122,8 @@ class StepSettings:
             state.after_forward = FixedReshard(forward=reshard_after_forward).after_forward
             state.be_root(state.is_root)
             for group in state.own_groups:
-                group.reshard_to(None)
+                group.reshard()
+                group.gathering.set_post_forward_mesh(None)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

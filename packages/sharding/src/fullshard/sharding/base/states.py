@@ -28,9 +28,6 @@ class ShardedState(Enum):
     SHARDED = "sharded"
     """The modules hold this rank's shards, as DTensors. No unsharded memory is in use."""
 
-    SHARDED_POST_FORWARD = "sharded-post-forward"
-    """Resharded after forward to the shards of a post-forward mesh, from which backward gathers."""
-
     UNSHARDING = "unsharding"
     """The gather was issued; the modules still hold what they held before it."""
 
@@ -62,11 +59,8 @@ class IllegalTransitionError(AssertionError):
 
 TRANSITIONS: dict[ShardedState, frozenset[ShardedState]] = {
     ShardedState.SHARDED: frozenset({ShardedState.UNSHARDING}),
-    ShardedState.SHARDED_POST_FORWARD: frozenset({ShardedState.UNSHARDING, ShardedState.SHARDED}),
-    ShardedState.UNSHARDING: frozenset(
-        {ShardedState.UNSHARDED, ShardedState.SHARDED, ShardedState.SHARDED_POST_FORWARD}
-    ),
-    ShardedState.UNSHARDED: frozenset({ShardedState.SHARDED, ShardedState.SHARDED_POST_FORWARD}),
+    ShardedState.UNSHARDING: frozenset({ShardedState.UNSHARDED, ShardedState.SHARDED}),
+    ShardedState.UNSHARDED: frozenset({ShardedState.SHARDED}),
 }
 """From each state, those that may follow it. A gather that nobody claimed is discarded: that is the
 way from UNSHARDING back."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -18,6 +19,7 @@ from fullshard.sharding.base.compat import current_graph_task
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import TRANSITIONS, ShardedState, check_transition
+from fullshard.sharding.gather.compute_shards import PostForwardInputs, TwoLevelInputs
 from fullshard.sharding.gather.copy_watch import CopyWatch
 from fullshard.sharding.gather.hooked import HookedInputs, HookedUnshard
 from fullshard.sharding.gather.in_place import (
@@ -25,7 +27,6 @@ from fullshard.sharding.gather.in_place import (
     SharedBufferUnshard,
     open_shared_memory,
 )
-from fullshard.sharding.gather.post_forward import PostForwardUnshard
 from fullshard.sharding.gather.strategy import (
     BufferedUnshard,
     FinishesGather,
@@ -34,7 +35,6 @@ from fullshard.sharding.gather.strategy import (
     UnshardedMemory,
     UnshardStrategy,
 )
-from fullshard.sharding.gather.two_level import TwoLevelInputs
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, TwoLevelMeshInfo
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.param_sharding import has_hooks
@@ -43,7 +43,7 @@ from fullshard.sharding.params.swap import Swap
 __all__ = ["Gathering", "ParametersChangedError"]
 
 _SHARDED, _UNSHARDED = ShardedState.SHARDED, ShardedState.UNSHARDED
-_UNSHARDING, _POST_FORWARD = ShardedState.UNSHARDING, ShardedState.SHARDED_POST_FORWARD
+_UNSHARDING = ShardedState.UNSHARDING
 
 
 class ParametersChangedError(RuntimeError, AssertionError):
@@ -86,7 +86,7 @@ class Gathering:
             params: the parameters.
             policies: what they are gathered as, and where their shards live.
             config: what to gather with.
-            generation: of its parameters; its forwards keep shards over a post-forward mesh.
+            generation: of its parameters.
         """
         self.params = tuple(params)
         self.name = ""
@@ -134,7 +134,7 @@ class Gathering:
         if self._prepared is not None:
             memory = self._prepared.memory
             memory.stays = keep
-            if not keep and self.state in (_SHARDED, _POST_FORWARD):
+            if not keep and self.state is _SHARDED:
                 memory.free()
                 self.swap.to_sharded(freed=not memory.home.stays)
 
@@ -169,13 +169,18 @@ class Gathering:
 
     @property
     def post_forward_size(self) -> int:
-        """Ranks over which it is sharded between forward and backward; 0: over none but its own."""
+        """Ranks over which compute shards are kept from forward to backward; 0: none are kept."""
         return 0 if self._post_forward is None else self._post_forward.shard_world_size
 
     def set_post_forward_mesh(self, mesh_info: FSDPMeshInfo | None) -> None:
-        """Keep shards over ``mesh_info`` between forward and backward; None: keeps nothing."""
+        """Keep compute shards over ``mesh_info`` from forward to backward; None: keep none.
+
+        A mesh is given before the first gather.
+        """
         if mesh_info is not self._post_forward:
             self._post_forward, self._chosen_for = mesh_info, None
+            if self._prepared is not None:
+                self._prepared.inputs = cast(PostForwardInputs, self._prepared.inputs).stored
 
     @property
     def layout(self) -> Layout:
@@ -223,18 +228,17 @@ class Gathering:
             else:
                 inputs = HookedInputs(self.params, self.layout, self._policies.precision)
                 self._prepared = HookedUnshard(memory, inputs)
+            if self._post_forward is not None:
+                self._prepared.inputs = PostForwardInputs(
+                    self._prepared.inputs, self._post_forward, self._generation
+                )
         return self._prepared
 
     def _choose(self, buffered: BufferedUnshard) -> UnshardStrategy:
         """Return how to gather from now on; a collective call, where memory is shared."""
         config, memory, inputs = self.config, buffered.memory, buffered.inputs
         self._chosen_for = config.comm
-        buffered.is_read_later = self._post_forward is not None
-        if self._post_forward is not None:
-            return PostForwardUnshard(buffered, self._post_forward, self._generation)
-        if not buffered.coalesces:
-            return buffered
-        if self.keeps_storage:
+        if not buffered.coalesces or self.keeps_storage or inputs.cuts_full:
             return buffered
         if config.collective.offers.aliases_input(config.process_group) and inputs.as_stored:
             return AliasedUnshard(memory, inputs)
@@ -262,7 +266,6 @@ class Gathering:
         if self._prepared is None or not changed:
             return False
         self.reshard()
-        self.leave_post_forward()
         self.drop_full()
         self._prepared = self._strategy = self._finishes = None
         return True
@@ -310,8 +313,7 @@ class Gathering:
             strategy = self._strategy = self._choose(self._prepared or self.prepare())
         if LISTENERS or DEBUGGED or self._watch.sums:
             self.announce(strategy)
-        sends = strategy.sends(self.config)
-        self.begin(sends.gather(self.config, async_op=async_op), strategy)
+        self.begin(strategy.gather(self.config, async_op=async_op), strategy)
         return True
 
     def _use_full(self) -> None:
@@ -328,7 +330,7 @@ class Gathering:
         if LISTENERS:
             emit(EventKind.UNSHARD, self.name, rank=self.rank)
         if self._watch.sums or DEBUGGED:
-            self._watch.copied(self.params, kept=strategy.keeps_shards)
+            self._watch.copied(self.params, kept=strategy.inputs.has_copies)
 
     def begin(self, in_flight: object, finishes: FinishesGather) -> None:
         """Take part in a gather that was launched, and that ``finishes`` ends."""
@@ -362,7 +364,7 @@ class Gathering:
         self.swap.to_sharded()
 
     def reshard(self, *, after_forward: bool = False) -> None:
-        """Free the full parameters; ``after_forward``: keeps shards for a post-forward mesh."""
+        """Free the full parameters; ``after_forward``: keep compute shards over few ranks."""
         strategy, state = self._strategy, self.state
         if state is _SHARDED or strategy is None:
             return
@@ -370,11 +372,9 @@ class Gathering:
         keeps_full = keeps_full and (torch.is_grad_enabled() or current_graph_task() != -1)
         if state is _UNSHARDED:
             self.swap.to_sharded(freed=not (keeps_full or strategy.memory.home.stays))
-            if self._post_forward is not None:
-                strategy.keep_shards(self.config, wanted=after_forward)
-        keeps = self._post_forward is not None and strategy.keeps_shards
-        if state is not _POST_FORWARD or not keeps:
-            self._become(_POST_FORWARD if keeps else _SHARDED)
+            if after_forward and strategy.inputs.cuts_full and not (keeps_full or self.stale):
+                strategy.inputs.keep_copies(strategy.write_views, self.config)
+        self._become(_SHARDED)
         in_flight, self.in_flight = self.in_flight, None
         if in_flight is not None and self._finishes is not None:  # no one needs the gather
             self._finishes.discard(in_flight)
@@ -385,9 +385,3 @@ class Gathering:
         self._user_wrote = False
         if LISTENERS and state is _UNSHARDED:
             emit(EventKind.RESHARD, self.name, rank=self.rank)
-
-    def leave_post_forward(self) -> None:
-        """Give back the shards over the post-forward mesh."""
-        if self.state is _POST_FORWARD and self._strategy is not None:
-            self._strategy.keep_shards(self.config, wanted=False)
-            self._become(_SHARDED)

@@ -114,7 +114,7 @@ class HookedUnshard(BufferedUnshard):
         super().finish(in_flight, holders)
         for hooked in self._hooked:
             hooked.complete()
-            if hooked.releases and not self.is_read_later:
+            if hooked.releases and not self.inputs.cuts_full:
                 hooked.free_gathered()
 
 

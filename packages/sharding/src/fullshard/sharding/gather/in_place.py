@@ -75,10 +75,6 @@ class LocalGather:
     alias: AliasedShards | None
     name: str
 
-    def gather(self, config: GatherConfig, *, async_op: bool = False) -> LocalGather:
-        """Move nothing."""
-        return self
-
 
 class AliasedUnshard(UnshardStrategy):
     """Parameters are the shards, or a copy of them in another dtype."""
@@ -88,7 +84,7 @@ class AliasedUnshard(UnshardStrategy):
         super().__init__(memory, inputs)
         self._alias: AliasedShards | None = None  # the shards of the last gather
 
-    def sends(self, config: GatherConfig) -> LocalGather:
+    def gather(self, config: GatherConfig, *, async_op: bool = False) -> LocalGather:
         """Return the shards, and memory that aliases them where that is possible."""
         shards = self.inputs.sends(config)
         if self._alias is None or not self._alias.is_of(shards):
@@ -154,19 +150,6 @@ class SharedMemory(ParamStorage):
             self.full.buffer.leave()
 
 
-@dataclass(frozen=True, eq=False)
-class SharedShards:
-    """This rank's shards on their way into a shared buffer."""
-
-    shards: OwnShards
-    memory: SharedMemory
-
-    def gather(self, config: GatherConfig, *, async_op: bool = False) -> SharedGatherInFlight:
-        """Write the shards; always asynchronous, whatever ``async_op``."""
-        self.memory.occupied = True
-        return foreach_all_gather_in_place(self.shards.tensors, self.memory.full, config)
-
-
 class SharedBufferUnshard(UnshardStrategy):
     """Unsharding into a shared buffer, or into private memory to which the buffer is copied."""
 
@@ -176,9 +159,11 @@ class SharedBufferUnshard(UnshardStrategy):
         memory.on_free = [shared.free]
         self._shared = shared
 
-    def sends(self, config: GatherConfig) -> SharedShards:
-        """Return this rank's shards, and where to write them."""
-        return SharedShards(self.inputs.sends(config), self._shared)
+    def gather(self, config: GatherConfig, *, async_op: bool = False) -> SharedGatherInFlight:
+        """Write this rank's shards; always asynchronous, whatever ``async_op``."""
+        shards = self.inputs.sends(config)
+        self._shared.occupied = True
+        return foreach_all_gather_in_place(shards.tensors, self._shared.full, config)
 
     def finish(self, in_flight: SharedGatherInFlight, holders: Holders) -> None:
         """Wait; copy if parameters are in other memory."""

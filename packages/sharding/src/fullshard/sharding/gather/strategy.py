@@ -4,7 +4,7 @@ Owns what unshard strategies share: the memory of a group's unsharded parameters
 a gather. There is one class for each way: shards are packed into buffers (here), gathered in shared
 memory or used directly in a world of one (both in ``in_place``), or processed by hooks of the
 parameters (``hooked``). A group's is chosen at its first gather, from facts that all ranks share.
-``post_forward`` and ``buckets`` send other shards, and finish through buffers. A strategy keeps
+``compute_shards`` and ``buckets`` send other shards, and finish through buffers. A strategy keeps
 nothing of a gather in flight. The policy of offload knows where shards live, and moves them.
 
 [Note: own store] An autograd graph may hold aliases of an unsharded parameter (a linear saves
@@ -47,7 +47,6 @@ __all__ = [
     "GatherInputs",
     "Holders",
     "ParamStorage",
-    "SendsShards",
     "UnshardStrategy",
     "UnshardedMemory",
     "ViewFns",
@@ -225,9 +224,11 @@ class GatherInputs:
         layout: of a gather of all.
         as_stored: whether gathers send the shards themselves, not copies.
         may_coalesce: whether one gather may send these and the shards of other groups.
+        cuts_full: whether the full parameters are read when a forward has ended.
     """
 
     may_coalesce = True
+    cuts_full = False
 
     def __init__(
         self, params: Sequence[FSDPParam], layout: Layout, shardings: Sequence[ParamSharding] = ()
@@ -257,8 +258,16 @@ class GatherInputs:
                 self._shards, self._addresses, self._sent = shards, addresses, sent
         return sent
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether the next gather starts from copies of the stored shards."""
+        return False
+
     def forget_copies(self) -> None:
         """Make the next gather start from the stored shards, as it does here."""
+
+    def keep_copies(self, full: Sequence[torch.Tensor], config: GatherConfig) -> None:
+        """Make copies for the next gather from what a gather wrote, where ``cuts_full``."""
 
     def arrived(self, param: FSDPParam) -> torch.Tensor:
         """Return the stored shard of ``param`` with the values that a gather delivers."""
@@ -280,15 +289,8 @@ class GatherInputs:
 # -- the contract ---------------------------------------------------------------------------------
 
 
-class SendsShards(Protocol):
-    """The shards that this rank sends to be gathered; comm's ``OwnShards`` is one."""
-
-    def gather(self, config: GatherConfig, *, async_op: bool = False) -> object:
-        """Return the gather in flight. ``async_op``: ask for a work handle on accelerators, too."""
-
-
 class FinishesGather(Protocol):
-    """The end of a gather in flight: what its ``SendsShards.gather`` returned."""
+    """The end of a gather in flight: of a group by itself, or of a bucket."""
 
     def finish(self, in_flight: Any, holders: Holders) -> None:
         """Wait for the gather, and make the unsharded parameters from its result.
@@ -305,8 +307,8 @@ class FinishesGather(Protocol):
 class UnshardStrategy(FinishesGather, ABC):
     """How a group is gathered, and where to.
 
-    A group has one gather at a time: ``sends(config).gather(config)``, then ``finish`` or
-    ``discard``. Freeing the memory ends either.
+    A group has one gather at a time: ``gather``, then ``finish`` or ``discard``. Freeing the memory
+    ends either.
 
     Attributes:
         memory: of the parameters.
@@ -321,42 +323,29 @@ class UnshardStrategy(FinishesGather, ABC):
         self.memory = memory
         self.inputs = inputs
 
-    @abstractmethod
-    def sends(self, config: GatherConfig) -> SendsShards:
-        """Return what a gather sends now."""
-
-    def keep_shards(self, config: GatherConfig, *, wanted: bool) -> None:
-        """Keep shards of what was gathered for a backward, if it can and they are ``wanted``."""
-
     @property
-    def keeps_shards(self) -> bool:
-        """Whether the next gather uses kept shards."""
-        return False
+    def write_views(self) -> Sequence[torch.Tensor]:
+        """The tensors that a gather writes, in the order of the layout."""
+        return self.memory.home.write_views
+
+    @abstractmethod
+    def gather(self, config: GatherConfig, *, async_op: bool = False) -> object:
+        """Return the gather in flight. ``async_op``: ask for a work handle on accelerators, too."""
 
 
 class BufferedUnshard(UnshardStrategy):
-    """The ordinary way: shards are packed, gathered, and copied out into private memory.
-
-    Attributes:
-        is_read_later: whether ``write_views`` are read when the group reshards.
-    """
+    """The ordinary way: shards are packed, gathered, and copied out into private memory."""
 
     coalesces = True
 
     def __init__(self, memory: UnshardedMemory, inputs: GatherInputs) -> None:
         """Store the memory of the parameters and the inputs of a gather."""
         super().__init__(memory, inputs)
-        self.is_read_later = False
         self._full: dict[int, FullTensors] = {}  # by layout: a post-forward mesh has its own
 
-    @property
-    def write_views(self) -> Sequence[torch.Tensor]:
-        """The tensors that a gather writes, in the order of the layout."""
-        return self.memory.home.write_views
-
-    def sends(self, config: GatherConfig) -> OwnShards:
-        """Return this rank's shards."""
-        return self.inputs.sends(config)
+    def gather(self, config: GatherConfig, *, async_op: bool = False) -> AllGatherInFlight:
+        """Pack this rank's shards, and launch their gather."""
+        return self.inputs.sends(config).gather(config, async_op=async_op)
 
     def finish(self, in_flight: AllGatherInFlight, holders: Holders) -> None:
         """Wait and copy out: to private memory, unless a graph keeps other memory."""

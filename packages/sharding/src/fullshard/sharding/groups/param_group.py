@@ -21,7 +21,6 @@ from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import LeaseKind, Leases, ShardedState, TrainingState
 from fullshard.sharding.gather.gathering import Gathering, ParametersChangedError
 from fullshard.sharding.gather.strategy import Holders
-from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo
 from fullshard.sharding.params.lookup import owner_of
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.reduce.gradients import GroupGradients
@@ -102,11 +101,6 @@ class FSDPParamGroup:
         self.shared = shared
         self.gathering.share(shared.streams, shared.source)
         self.gradients.share(shared)
-
-    def reshard_to(self, mesh_info: FSDPMeshInfo | None) -> None:
-        """Keep shards over ``mesh_info`` between forward and backward; None: keeps nothing."""
-        self.reshard()
-        self.gathering.set_post_forward_mesh(mesh_info)
 
     def adopt_registered(self, params: Sequence[FSDPParam] | None = None) -> None:
         """Adopt the parameters that the modules hold now; see ``Gathering.adopt_registered``."""
@@ -239,7 +233,7 @@ class FSDPParamGroup:
             self.gathering.note()
 
     def release(self, kind: LeaseKind, owner: int = 0) -> None:
-        """Return a lease; reshard when none is left, to a post-forward mesh after a forward."""
+        """Return a lease; reshard when none is left."""
         self.leases.release(kind, owner)
         if not self.leases.out:
             self.gathering.reshard(after_forward=kind is LeaseKind.FORWARD)
@@ -264,7 +258,7 @@ class FSDPParamGroup:
         self.gathering.unshard(async_op=async_op)
 
     def reshard(self) -> None:
-        """Return what all hold but a forward or backward, and the post-forward mesh's shards.
+        """Return what all hold but a forward or backward.
 
         Raises:
             RuntimeError: if full parameters were changed while they were read-only.
@@ -273,7 +267,6 @@ class FSDPParamGroup:
             self._require_unchanged()
         kept = (LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.STEP, LeaseKind.KEPT)
         self.drop_leases(*_WRITERS, *kept)
-        self.gathering.leave_post_forward()
 
     def drop_leases(self, *kinds: LeaseKind) -> None:
         """Give back every lease of ``kinds``, and reshard if no lease remains."""

@@ -43,11 +43,14 @@ class Placed:
         mesh_info: the mesh, as the engine sees it.
         keeps_full: whether full parameters outlive a reshard within a step.
         early_reduction: the axes over which a backward that is not the last of a step reduces.
+        backward_ranks: the number of neighbours over which compute shards are kept from forward to
+            backward: an int for ``reshard_after_forward``; None: none are kept.
     """
 
     mesh_info: FSDPMeshInfo
     keeps_full: bool = False
     early_reduction: EarlyReduction = EarlyReduction.ALL
+    backward_ranks: int | None = None
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ the group does both.
   made of it.
 - *on the device*: the shard where the model computes: with offload a copy, otherwise ``shard``.
 - *sent*: what a gather sends, a view of that one, which the copy-in casts to ``sent``; see
-  [Note: what travels]. On a two-level mesh it is made of a larger *compute shard*.
+  [Note: what travels]. On a two-level mesh, and in backward with an int for
+  ``reshard_after_forward``, it is made of a larger *compute shard*.
 - *write view*: the full tensor through which a gather writes, with a version counter of its own;
   see ``ParamStorage``, and [Note: own store] and [Note: two stores] for the memory.
 - ``unsharded``: the same memory as modules see it, registered in them while the group is
   unsharded: a plain parameter, or the ``DTensor`` that a tensor parallel one was.
-- *post-forward shard*: a larger part, kept from forward to backward over few ranks, if asked for.
 - ``unsharded.grad``: what autograd leaves.
 - *kept*: the sum of gradients of backwards that do not communicate; see ``reduce.gradients``.
 - *reduced*: this rank's part of the sum, in the reduce dtype, then in the shard's and where it
