@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -40,7 +40,6 @@ def _without(line: str) -> AbstractContextManager[None]:
 
 
 _LOST: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = {
-    "gather": (nullcontext, "post-forward-mesh"),  # shards that are copied on the current stream
     "synchronize_with_current": (
         lambda: _without("streams.gather.wait_event(packed)"),
         "plain",

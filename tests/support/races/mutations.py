@@ -30,7 +30,6 @@ from support.races.orderings import (
     all_reduce_after_reduction,
     gather_after_current,
     launch_after_earlier_reductions,
-    sources_of_copy_in,
 )
 
 
@@ -123,10 +122,7 @@ MUTATIONS = [
         "gather",
         "event, self.tensors)",
         "event, ())",
-        program="offloaded",
-        redundant="copies of shards are made on the copy-in stream, which alone reads them; others "
-        "live in the modules",
-        ordering=sources_of_copy_in,
+        program="post-forward-mesh",  # else shards live in modules, or belong to the copy-in stream
     ),
     M(gather, "wait_for", "work.wait()", program="prefetch-far"),
     M(FullTensors, "fill", "in_flight.wait()"),

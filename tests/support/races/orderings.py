@@ -7,12 +7,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
 from fullshard.comm import CommStreams
-from fullshard.comm.collectives.gather import OwnShards
 from fullshard.comm.collectives.replicas import AllReduceInFlight
-from fullshard.preflight.races.memory import Allocation, Memory
 from fullshard.preflight.simulation.streams import Clock, Machine
 from fullshard.sharding.reduce.strategies import TwoReductions
 
@@ -82,21 +78,3 @@ def launch_after_earlier_reductions() -> Iterator[list[bool]]:
 
     with patch.object(TwoReductions, "_launch", launched):
         yield found
-
-
-@contextmanager
-def sources_of_copy_in() -> Iterator[list[bool]]:
-    """Whether what each gather packs belongs to the copy-in stream, which alone uses it."""
-    found, memories, blocks = list[bool](), list[Memory](), list[Allocation | None]()
-
-    def used(memory: Memory, tensor: torch.Tensor, operation: Any, *, writes: bool) -> None:
-        memories[:] = [memory]
-
-    def gathered(shards: OwnShards, *_: Any, **__: Any) -> None:
-        blocks.extend(memories[-1].find(each.untyped_storage()) for each in shards.tensors)
-
-    with _told(Memory, "use", used), _told(OwnShards, "gather", gathered):
-        yield found
-    for block in blocks:
-        users = set() if block is None else {use.actor.name for use in block.uses.values()}
-        found.append(block is not None and users == {block.owner.name} == {"copy_in"})
