@@ -79,9 +79,11 @@ def changed_source(mutation: Mutation) -> str:
 def mutated(mutation: Mutation) -> Iterator[None]:
     """Inside the ``with`` block the line is changed."""
     function, names = mutation.found(), dict[str, Any]()
-    changed = "from __future__ import annotations\n" + changed_source(mutation)
+    changed = "from __future__ import annotations\ndef made(__class__):\n"  # which super() reads
+    changed += textwrap.indent(changed_source(mutation), "    ")
+    changed += f"\n    return {mutation.function}\n"
     exec(compile(changed, inspect.getfile(function), "exec"), function.__globals__, names)
-    with patch.object(mutation.place, mutation.function, names[mutation.function]):
+    with patch.object(mutation.place, mutation.function, names["made"](mutation.place)):
         yield
 
 
