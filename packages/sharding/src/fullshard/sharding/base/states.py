@@ -1,6 +1,6 @@
 """The state machine of a parameter group: its states, the transitions between them, its leases.
 
-Owns the enums, the table and the book of leases; transitions outside the table raise an error, so
+Owns the enums, the table and the book of leases; transitions outside the table are an error, so
 that a bug in the engine does not lead to a wrong gradient. Gathering and freeing parameters is left
 to the group. A lease records the owner of an unsharded group: the group is resharded when its last
 lease returns. For this reason, checkpointing, several forwards before a backward, tied weights and
@@ -18,7 +18,7 @@ __all__ = [
     "Leases",
     "ShardedState",
     "TrainingState",
-    "check_transition",
+    "illegal_transition",
 ]
 
 
@@ -66,18 +66,15 @@ TRANSITIONS: dict[ShardedState, frozenset[ShardedState]] = {
 way from UNSHARDING back."""
 
 
-def check_transition(before: ShardedState, after: ShardedState, name: str) -> None:
-    """Return if ``before`` may be followed by ``after``.
-
-    Raises:
-        IllegalTransitionError: if not, naming the group.
-    """
-    if after not in TRANSITIONS[before]:
-        allowed = ", ".join(sorted(state.name for state in TRANSITIONS[before]))
-        raise IllegalTransitionError(
-            f"parameter group {name!r} cannot go from {before.name} to {after.name}; from there it "
-            f"may go to {allowed}"
-        )
+def illegal_transition(
+    before: ShardedState, after: ShardedState, name: str
+) -> IllegalTransitionError:
+    """Return the error of the group ``name`` for a transition that the table does not hold."""
+    allowed = ", ".join(sorted(state.name for state in TRANSITIONS[before]))
+    return IllegalTransitionError(
+        f"parameter group {name!r} cannot go from {before.name} to {after.name}; from there it "
+        f"may go to {allowed}"
+    )
 
 
 # -- leases ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from fullshard.comm.spi import DEBUGGED, LISTENERS, BufferSource, emit, rank_maj
 from fullshard.sharding.base.compat import current_graph_task
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.base.policies import Policies
-from fullshard.sharding.base.states import TRANSITIONS, ShardedState, check_transition
+from fullshard.sharding.base.states import TRANSITIONS, ShardedState, illegal_transition
 from fullshard.sharding.gather.compute_shards import PostForwardInputs, TwoLevelInputs
 from fullshard.sharding.gather.copy_watch import CopyWatch
 from fullshard.sharding.gather.hooked import HookedInputs, HookedUnshard
@@ -291,7 +291,7 @@ class Gathering:
 
     def _become(self, after: ShardedState) -> None:
         if after not in TRANSITIONS[self.state]:
-            check_transition(self.state, after, self.name)
+            raise illegal_transition(self.state, after, self.name)
         self.state = after
 
     def unshard(self, *, async_op: bool = False) -> bool:
