@@ -23,7 +23,6 @@ from fullshard.sharding.hooks.initialise import initialise_root
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.mesh.placements import Placed
-from fullshard.sharding.mesh.post_forward_mesh import post_forward_mesh
 from fullshard.sharding.optim.step_hooks import watch_optimizers
 from fullshard.sharding.params.lookup import release_replaced, set_owner
 from fullshard.sharding.params.param import Cut, FSDPParam
@@ -56,8 +55,7 @@ def construct(
     }
     groups = [FSDPParamGroup(each, policies, context.shared) for each in _by_process_groups(made)]
     for group in groups:
-        mesh = post_forward_mesh(group.mesh_info, placed.backward_ranks)
-        group.gathering.set_post_forward_mesh(mesh)
+        group.gathering.set_post_forward_mesh(placed.post_forward_mesh(group.mesh_info))
     watch_optimizers(groups)
     # No error is raised below; up to here the modules are unchanged.
     for group in groups:

@@ -19,7 +19,6 @@ from fullshard.sharding.base.policies import FullPrecision, Policies, require
 from fullshard.sharding.mesh.mesh_axes import default_mesh, mesh_info_of, require_mesh
 from fullshard.sharding.mesh.mesh_info import DataParallelMeshDims, FSDPMeshInfo
 from fullshard.sharding.mesh.placements import Placed, ShardingPlacements
-from fullshard.sharding.mesh.post_forward_mesh import require_divides
 from fullshard.sharding.protocols import (
     FixedReshard,
     FullWidth,
@@ -129,9 +128,8 @@ def fully_shard(  # the names, order and defaults are torch's; what is ours come
         wire=require(WireForms, wire_policy, "wire_policy"),
     )
     managed = find_managed(modules, ignored_params, shard_placement_fn, mesh_info)
-    if placed.backward_ranks is not None:
-        for each in (mesh_info, *(cut.mesh_info for cut in managed.cuts.values())):
-            require_divides(placed.backward_ranks, each)
+    for each in (mesh_info, *(cut.mesh_info for cut in managed.cuts.values())):
+        placed.require_divides(each)
     construct(modules, managed, placed, policies, FSDPModule)
     return cast(FSDPModule | list[FSDPModule], module)
 

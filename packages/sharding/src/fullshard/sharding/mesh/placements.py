@@ -1,7 +1,8 @@
 """Where compute parameters, accumulated gradients and optimizer state are sharded.
 
-Owns ``ShardingPlacements`` and its meaning on a mesh. Makes process groups only where several axes
-of a mesh act as one; communicates nothing else.
+Owns ``ShardingPlacements`` and its meaning on a mesh, and the mesh of neighbours that an int for
+``reshard_after_forward`` asks for. Makes process groups of neighbours, and where several axes of a
+mesh act as one; communicates nothing else.
 
 [Note: placements] The optimizer's axes are those of the sharded parameters. *Compute* says what a
 group keeps between its uses in one step: nothing if it names all these axes, the full parameters if
@@ -13,14 +14,22 @@ step: ``set_is_last_backward(False)``. The last backward reduces over all axes, 
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from enum import Enum
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.sharding.base.compat import concatenated_mesh
 from fullshard.sharding.mesh.mesh_axes import nested_mesh, one_axis
-from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, HSDPMeshInfo, TwoLevelMeshInfo
+from fullshard.sharding.mesh.mesh_info import (
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    TwoLevelMeshInfo,
+    device_of_mesh,
+)
+from fullshard.sharding.mesh.subgroups import new_subgroup
 
 __all__ = ["EarlyReduction", "Placed", "ShardingPlacements", "placed_anew"]
 
@@ -35,22 +44,69 @@ class EarlyReduction(Enum):
     ALL = "all"
 
 
+_post_forward: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, FSDPMeshInfo]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 @dataclass(frozen=True)
 class Placed:
-    """What placements mean on one mesh.
+    """What placements, or an int for ``reshard_after_forward``, mean on one mesh.
 
     Attributes:
         mesh_info: the mesh, as the engine sees it.
         keeps_full: whether full parameters outlive a reshard within a step.
         early_reduction: the axes over which a backward that is not the last of a step reduces.
         backward_ranks: the number of neighbours over which compute shards are kept from forward to
-            backward: an int for ``reshard_after_forward``; None: none are kept.
+            backward: the int for ``reshard_after_forward``; None: none are kept.
     """
 
     mesh_info: FSDPMeshInfo
     keeps_full: bool = False
     early_reduction: EarlyReduction = EarlyReduction.ALL
     backward_ranks: int | None = None
+
+    def require_divides(self, mesh_info: FSDPMeshInfo) -> None:
+        """Return if parameters on ``mesh_info`` can have compute shards for backward, or have none.
+
+        Raises:
+            ValueError: if ``backward_ranks`` does not divide the number of ranks that shard.
+        """
+        ranks = self.backward_ranks
+        if ranks is None or mesh_info.shard_mesh_dim is None:
+            return
+        if ranks < 1 or mesh_info.shard_world_size % ranks:
+            raise ValueError(
+                f"reshard_after_forward is {ranks}; it must divide the "
+                f"{mesh_info.shard_world_size} ranks over which parameters are sharded on "
+                f"{mesh_info.mesh}, or be True, False or None"
+            )
+
+    def post_forward_mesh(self, mesh_info: FSDPMeshInfo) -> FSDPMeshInfo | None:
+        """Return the mesh of the neighbours of this rank that keep compute shards for backward.
+
+        Made once per process group and size. The call makes a process group: call it on all ranks
+        that shard together alike. Other ranks take no part, so each slice of a mesh may have its
+        own.
+
+        Args:
+            mesh_info: the mesh that parameters are on.
+
+        Returns:
+            The mesh; None if no compute shards are kept: also if nothing is sharded, or if
+            ``backward_ranks`` means the same as False or True.
+        """
+        ranks = self.backward_ranks
+        if mesh_info.shard_mesh_dim is None or ranks in (None, 1, mesh_info.shard_world_size):
+            return None
+        group = mesh_info.shard_process_group
+        made = _post_forward.setdefault(group, {})
+        if ranks not in made:
+            first = mesh_info.shard_rank // ranks * ranks
+            neighbours = dist.get_process_group_ranks(group)[first : first + ranks]
+            few = new_subgroup(neighbours, group, device_of_mesh(mesh_info.mesh))
+            made[ranks] = FSDPMeshInfo(DeviceMesh.from_group(few, mesh_info.mesh.device_type))
+        return made[ranks]
 
 
 @dataclass(frozen=True)
