@@ -313,7 +313,8 @@ class Gathering:
             strategy = self._strategy = self._choose(self._prepared or self.prepare())
         if LISTENERS or DEBUGGED or self._watch.sums:
             self.announce(strategy)
-        self.begin(strategy.gather(self.config, async_op=async_op), strategy)
+        launch = strategy.launch_of(self.config)
+        self.begin(launch(self.config, async_op=async_op), strategy)
         return True
 
     def _use_full(self) -> None:

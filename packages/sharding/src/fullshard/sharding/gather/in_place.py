@@ -15,6 +15,7 @@ change of one rank, unless its parameters were copied out before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fullshard.comm import EventKind, GatherBuffer, GatherConfig, Layout
@@ -84,7 +85,11 @@ class AliasedUnshard(UnshardStrategy):
         super().__init__(memory, inputs)
         self._alias: AliasedShards | None = None  # the shards of the last gather
 
-    def gather(self, config: GatherConfig, *, async_op: bool = False) -> LocalGather:
+    def launch_of(self, config: GatherConfig) -> Callable[..., LocalGather]:
+        """Return the function that finds the shards: nothing is launched."""
+        return self._find
+
+    def _find(self, config: GatherConfig, *, async_op: bool = False) -> LocalGather:
         """Return the shards, and memory that aliases them where that is possible."""
         shards = self.inputs.sends(config)
         if self._alias is None or not self._alias.is_of(shards):
@@ -159,7 +164,11 @@ class SharedBufferUnshard(UnshardStrategy):
         memory.on_free = [shared.free]
         self._shared = shared
 
-    def gather(self, config: GatherConfig, *, async_op: bool = False) -> SharedGatherInFlight:
+    def launch_of(self, config: GatherConfig) -> Callable[..., SharedGatherInFlight]:
+        """Return the function that writes this rank's shards."""
+        return self._write
+
+    def _write(self, config: GatherConfig, *, async_op: bool = False) -> SharedGatherInFlight:
         """Write this rank's shards; always asynchronous, whatever ``async_op``."""
         shards = self.inputs.sends(config)
         self._shared.occupied = True

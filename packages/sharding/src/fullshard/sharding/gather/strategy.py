@@ -307,7 +307,7 @@ class FinishesGather(Protocol):
 class UnshardStrategy(FinishesGather, ABC):
     """How a group is gathered, and where to.
 
-    A group has one gather at a time: ``gather``, then ``finish`` or ``discard``. Freeing the memory
+    A group has one gather at a time: a launch, then ``finish`` or ``discard``. Freeing the memory
     ends either.
 
     Attributes:
@@ -329,8 +329,12 @@ class UnshardStrategy(FinishesGather, ABC):
         return self.memory.home.write_views
 
     @abstractmethod
-    def gather(self, config: GatherConfig, *, async_op: bool = False) -> object:
-        """Return the gather in flight. ``async_op``: ask for a work handle on accelerators, too."""
+    def launch_of(self, config: GatherConfig) -> Callable[..., object]:
+        """Return the function that launches the gather of what is sent now.
+
+        The function takes ``config`` and ``async_op``, which asks for a work handle on accelerators
+        too, and returns the gather in flight.
+        """
 
 
 class BufferedUnshard(UnshardStrategy):
@@ -343,9 +347,9 @@ class BufferedUnshard(UnshardStrategy):
         super().__init__(memory, inputs)
         self._full: dict[int, FullTensors] = {}  # by layout: a post-forward mesh has its own
 
-    def gather(self, config: GatherConfig, *, async_op: bool = False) -> AllGatherInFlight:
-        """Pack this rank's shards, and launch their gather."""
-        return self.inputs.sends(config).gather(config, async_op=async_op)
+    def launch_of(self, config: GatherConfig) -> Callable[..., AllGatherInFlight]:
+        """Return the function that packs and gathers this rank's shards."""
+        return self.inputs.sends(config).gather
 
     def finish(self, in_flight: AllGatherInFlight, holders: Holders) -> None:
         """Wait and copy out: to private memory, unless a graph keeps other memory."""
