@@ -1,8 +1,8 @@
 """The gradients of a group: collected from autograd, accumulated, reduced.
 
 Owns the gradients until a reduction takes them (what autograd left, and sums in the reduce dtype),
-what is set per group about reduction (synchronisation on or off, divide factor, the collective) and
-where the group stands in the present backward.
+whether backwards reduce, and where the group stands in the present backward. ``setups`` makes the
+reductions.
 
 [Note: one reduction] A group reduces when no forward of the group is outstanding, which all ranks
 know. The layout is always equal, with zeros for a parameter without a gradient on this rank. So
@@ -21,39 +21,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.comm import (
-    ReduceConfig,
-    ReduceScatter,
-    default_reduce_scatter,
-    reduction_scaling,
-)
-from fullshard.comm.spi import backend_averages, coalesced_cap_mb, rank_major
 from fullshard.sharding.base.compat import gradients_of, without_torch_function
-from fullshard.sharding.mesh.mesh_info import HSDPMeshInfo, TwoLevelMeshInfo
 from fullshard.sharding.mesh.placements import EarlyReduction
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import WireForms
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
-from fullshard.sharding.reduce.reduction import (
-    ReadyReductions,
-    ReduceSettings,
-    ReductionSetup,
-    SharedComm,
-)
-from fullshard.sharding.reduce.strategies import (
-    AliasReduce,
-    HybridReduce,
-    PlainReduce,
-    TwoLevelReduce,
-)
+from fullshard.sharding.reduce.reduction import ReadyReductions, SharedComm
+from fullshard.sharding.reduce.setups import ReductionSetups
 
 __all__ = ["GroupGradients"]
 
@@ -61,13 +41,10 @@ _requires_grad = attrgetter("requires_grad")
 _NEVER = nn.Parameter(torch.empty(0), requires_grad=False)  # has no gradient
 
 
-class GroupGradients:
+class GroupGradients(ReductionSetups):
     """The gradients of one group.
 
     Attributes:
-        name: the group's, for messages and events.
-        settings: what users set; see ``change``.
-        strategy: how the group reduces; see [Note: reduce strategies].
         synchronises: whether the user lets backwards reduce (``set_requires_gradient_sync``).
         waits_for_last: whether placements let the present backward leave its gradients here.
         survives_errors: whether gradients of backwards that ended well outlive one that raises.
@@ -88,11 +65,7 @@ class GroupGradients:
         self, params: Sequence[FSDPParam], device: torch.device, shared: SharedComm, wire: WireForms
     ) -> None:
         """Start with none."""
-        self.name = ""
-        self._wire = wire
-        self.params = params
-        self.mesh_info = mesh_info = params[0].mesh_info
-        self.device = device
+        super().__init__(params, device, shared, wire)
         self.synchronises, self.waits_for_last = True, False
         self.survives_errors = self.has_unreduced = False
         self.reductions = 0
@@ -100,18 +73,6 @@ class GroupGradients:
         self.in_unsynced_backward = False
         self.bucket: CoalescedReduction | None = None
         self.early_reduction = EarlyReduction.ALL
-        self._shared = shared
-        self._default_comm = default_reduce_scatter(mesh_info.shard_process_group)
-        self.settings = ReduceSettings(
-            process_group=mesh_info.shard_process_group,
-            cap_mb=coalesced_cap_mb(mesh_info.shard_world_size),
-        )
-        self.strategy = PlainReduce()
-        if isinstance(mesh_info, TwoLevelMeshInfo):
-            self.strategy = TwoLevelReduce(mesh_info.second.shard_process_group)
-        elif isinstance(mesh_info, HSDPMeshInfo):
-            self.strategy = HybridReduce(mesh_info.replicate_process_group)
-        self._setups: dict[tuple[bool, ...], Sequence[ReductionSetup]] = {}
         # by parameter the sum in the reduce dtype, apart from what autograd adds to
         self._sums: dict[FSDPParam, torch.Tensor] = {}
         self._saved: dict[FSDPParam, torch.Tensor] = {}  # sums that were taken, to put back
@@ -126,21 +87,6 @@ class GroupGradients:
         waits = EarlyReduction.ALL if is_last else self.early_reduction
         self.waits_for_last = waits is EarlyReduction.NONE
         self.strategy.wait_for_last(waits is EarlyReduction.FIRST)
-
-    def share(self, shared: SharedComm) -> None:
-        """Make the reductions run on the streams of a root and wait in its queue."""
-        self._shared = shared
-        self._setups.clear()
-
-    def change(self, **settings: Any) -> None:
-        """Set some of ``ReduceSettings``, for reductions from now on."""
-        self.settings = replace(self.settings, **settings)
-        self._setups.clear()
-
-    @property
-    def comm(self) -> ReduceScatter:
-        """The collective that reduces them."""
-        return self._default_comm if self.settings.comm is None else self.settings.comm
 
     @property
     def unsynced(self) -> bool:
@@ -197,61 +143,6 @@ class GroupGradients:
         else:
             ready = [(each, [gradients[index] for index in each.indices]) for each in setups]
         return ready if self.bucket is None else self.bucket.put(ready, self.settings.cap_mb)
-
-    def _set_up(self, trainable: tuple[bool, ...]) -> Sequence[ReductionSetup]:
-        """Return how ``trainable`` parameters are reduced; cached while the settings stay.
-
-        There is a reduction per reduce dtype.
-        """
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, param in enumerate(self.params):
-            if trainable[index]:
-                by_dtype.setdefault(param.reduce_dtype, []).append(index)
-        setups = tuple([self._setup(dtype, tuple(found)) for dtype, found in by_dtype.items()])
-        if not isinstance(self.settings.divide_factor, torch.Tensor):  # that may be another soon
-            self._setups[trainable] = setups
-        return setups
-
-    def _setup(self, dtype: torch.dtype, indices: tuple[int, ...]) -> ReductionSetup:
-        settings, mesh_info = self.settings, self.mesh_info
-        params = tuple([self.params[index] for index in indices])
-        scaling = reduction_scaling(
-            mesh_info.data_parallel_size,
-            dtype,
-            averages=all(backend_averages(each, dtype) for each in mesh_info.process_groups),
-            divide_factor=settings.divide_factor,
-            force_sum=settings.force_sum,
-        )
-        config = ReduceConfig(
-            comm=self.comm,
-            process_group=settings.process_group,
-            streams=self._shared.streams,
-            device=self.device,
-            scaling=replace(scaling, post=1.0) if self.strategy.has_second_reduction else scaling,
-            name=self.name,
-            inputs_in_flight=settings.inputs_in_flight,
-            source=self._shared.source,
-        )
-        ends_here = settings.hook is None and not self.strategy.has_second_reduction
-        alone = config.collective.offers.aliases_input(config.process_group)
-        aliases = ends_here and alone and scaling.is_identity
-        varies = isinstance(settings.divide_factor, torch.Tensor)
-        alike = settings.comm is None and not settings.zero_unused and not varies
-        return ReductionSetup(
-            names=(self.name,),
-            rank=mesh_info.shard_rank,
-            indices=indices,
-            params=params,
-            layout=rank_major(
-                tuple([p.grad_spec for p in params]), mesh_info.shard_world_size, len(indices)
-            ),
-            config=config,
-            wire=self._wire,
-            scaling=scaling,
-            strategy=AliasReduce() if aliases else self.strategy,
-            settings=settings,
-            coalesces=ends_here and alike and settings.cap_mb > 0,
-        )
 
     def end_of_backward(self) -> str:
         """Reset the state of the group after a successful backward, whose reductions are launched.

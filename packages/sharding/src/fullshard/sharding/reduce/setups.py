@@ -1,0 +1,135 @@
+"""How the gradients of a group are reduced: what users set, and the reductions made of it.
+
+Owns the settings, the strategy, and one set-up for each choice of parameters that are trained.
+Set-ups stay as long as the settings do, so a step makes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fullshard.comm import (
+    ReduceConfig,
+    ReduceScatter,
+    default_reduce_scatter,
+    reduction_scaling,
+)
+from fullshard.comm.spi import backend_averages, coalesced_cap_mb, rank_major
+from fullshard.sharding.mesh.mesh_info import HSDPMeshInfo, TwoLevelMeshInfo
+from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.protocols import WireForms
+from fullshard.sharding.reduce.reduction import ReduceSettings, ReductionSetup, SharedComm
+from fullshard.sharding.reduce.strategies import (
+    AliasReduce,
+    HybridReduce,
+    PlainReduce,
+    TwoLevelReduce,
+)
+
+__all__ = ["ReductionSetups"]
+
+
+class ReductionSetups:
+    """The reductions of one group, per choice of trained parameters.
+
+    Attributes:
+        name: the group's, for messages and events.
+        settings: what users set; see ``change``.
+        strategy: how the group reduces; see [Note: reduce strategies].
+    """
+
+    def __init__(
+        self, params: Sequence[FSDPParam], device: torch.device, shared: SharedComm, wire: WireForms
+    ) -> None:
+        """Start with the settings of the mesh of ``params``."""
+        self.name = ""
+        self._wire = wire
+        self.params = params
+        self.mesh_info = mesh_info = params[0].mesh_info
+        self.device = device
+        self._shared = shared
+        self._default_comm = default_reduce_scatter(mesh_info.shard_process_group)
+        self.settings = ReduceSettings(
+            process_group=mesh_info.shard_process_group,
+            cap_mb=coalesced_cap_mb(mesh_info.shard_world_size),
+        )
+        self.strategy = PlainReduce()
+        if isinstance(mesh_info, TwoLevelMeshInfo):
+            self.strategy = TwoLevelReduce(mesh_info.second.shard_process_group)
+        elif isinstance(mesh_info, HSDPMeshInfo):
+            self.strategy = HybridReduce(mesh_info.replicate_process_group)
+        self._setups: dict[tuple[bool, ...], Sequence[ReductionSetup]] = {}
+
+    def share(self, shared: SharedComm) -> None:
+        """Make the reductions run on the streams of a root and wait in its queue."""
+        self._shared = shared
+        self._setups.clear()
+
+    def change(self, **settings: Any) -> None:
+        """Set some of ``ReduceSettings``, for reductions from now on."""
+        self.settings = replace(self.settings, **settings)
+        self._setups.clear()
+
+    @property
+    def comm(self) -> ReduceScatter:
+        """The collective that reduces them."""
+        return self._default_comm if self.settings.comm is None else self.settings.comm
+
+    def _set_up(self, trainable: tuple[bool, ...]) -> Sequence[ReductionSetup]:
+        """Return how ``trainable`` parameters are reduced; cached while the settings stay.
+
+        There is a reduction per reduce dtype.
+        """
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, param in enumerate(self.params):
+            if trainable[index]:
+                by_dtype.setdefault(param.reduce_dtype, []).append(index)
+        setups = tuple([self._setup(dtype, tuple(found)) for dtype, found in by_dtype.items()])
+        if not isinstance(self.settings.divide_factor, torch.Tensor):  # that may be another soon
+            self._setups[trainable] = setups
+        return setups
+
+    def _setup(self, dtype: torch.dtype, indices: tuple[int, ...]) -> ReductionSetup:
+        settings, mesh_info = self.settings, self.mesh_info
+        params = tuple([self.params[index] for index in indices])
+        scaling = reduction_scaling(
+            mesh_info.data_parallel_size,
+            dtype,
+            averages=all(backend_averages(each, dtype) for each in mesh_info.process_groups),
+            divide_factor=settings.divide_factor,
+            force_sum=settings.force_sum,
+        )
+        config = ReduceConfig(
+            comm=self.comm,
+            process_group=settings.process_group,
+            streams=self._shared.streams,
+            device=self.device,
+            scaling=replace(scaling, post=1.0) if self.strategy.has_second_reduction else scaling,
+            name=self.name,
+            inputs_in_flight=settings.inputs_in_flight,
+            source=self._shared.source,
+        )
+        ends_here = settings.hook is None and not self.strategy.has_second_reduction
+        alone = config.collective.offers.aliases_input(config.process_group)
+        aliases = ends_here and alone and scaling.is_identity
+        varies = isinstance(settings.divide_factor, torch.Tensor)
+        alike = settings.comm is None and not settings.zero_unused and not varies
+        return ReductionSetup(
+            names=(self.name,),
+            rank=mesh_info.shard_rank,
+            indices=indices,
+            params=params,
+            layout=rank_major(
+                tuple([p.grad_spec for p in params]), mesh_info.shard_world_size, len(indices)
+            ),
+            config=config,
+            wire=self._wire,
+            scaling=scaling,
+            strategy=AliasReduce() if aliases else self.strategy,
+            settings=settings,
+            coalesces=ends_here and alike and settings.cap_mb > 0,
+        )
