@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import Optimizer
 
 from fullshard.comm import Event, EventKind, observe
@@ -184,6 +185,23 @@ def test_a_run_with_the_norm_of_the_last_step_goes_on_to_the_bit() -> None:
                 backward(model, step)
             optimizer.step()
             optimizer.zero_grad()
+        runs.append((model, optimizer))
+    assert_equal_runs(*runs[0], *runs[1])
+
+
+@distributed(2)
+def test_saving_before_the_first_step_leaves_its_norm_exact() -> None:
+    """A call of ``get_state_dict`` steps with gradients of zeros, whose norm bounds nothing."""
+    runs = []
+    for saves in (False, True):
+        model = apart(build())
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = OverlappedStep(plain, model, max_norm=0.05, norm="previous")
+        if saves:
+            get_state_dict(model, optimizer)
+        with optimizer.overlap():
+            backward(model, 0)
+        optimizer.step()
         runs.append((model, optimizer))
     assert_equal_runs(*runs[0], *runs[1])
 

@@ -103,7 +103,7 @@ class OverlappedStep(WrappingOptimizer):
         norm: with ``max_norm``, whose norm decides. ``"exact"``: that of these gradients, as
             ``clip_grad_norm_`` does, so that steps wait for the end of backward. ``"previous"``:
             that of the last step's gradients, so that steps begin in backward. The first step, and
-            a step after a norm that is not finite, use the exact norm.
+            a step after a norm that is zero or not finite, use the exact norm.
 
     Raises:
         TypeError: if the optimizer is not elementwise, or another argument is of the wrong type.
@@ -196,8 +196,11 @@ class OverlappedStep(WrappingOptimizer):
         """Return whether the next step needs the norm of its own gradients."""
         if self._max_norm is None:
             return False
-        known = self.total_norm
-        return self._norm == "exact" or known is None or not math.isfinite(known.item())
+        if self._norm == "exact" or self.total_norm is None:
+            return True
+        known = self.total_norm.item()
+        # torch's get_state_dict steps with gradients of zeros, to make the state
+        return known == 0 or not math.isfinite(known)
 
     def _scale(self) -> torch.Tensor | None:
         if self._max_norm is None or self.total_norm is None:
