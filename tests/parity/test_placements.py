@@ -539,6 +539,38 @@ def test_a_layer_that_only_an_earlier_micro_batch_used_gets_its_gradient(name: s
         whole.zero_grad()
 
 
+@pytest.mark.parametrize("trains_first", [True, False])
+@pytest.mark.parametrize("name", ["ZeRO-1", "inner", "HSDP by hand", "not synchronised"])
+@distributed(4)
+def test_a_parameter_that_trains_in_a_part_of_a_step_gets_its_gradient(
+    name: str, trains_first: bool
+) -> None:
+    """As in the unsharded model, also the other parameters of its group get all of theirs."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
+    model: Any = copy.deepcopy(whole)
+    placements = P.zero(3) if name == "not synchronised" else PLACEMENTS.get(name)
+    for each in (*model, model):
+        fully_shard(each, mesh=mesh_of(), placements=placements)
+    announce = {
+        "HSDP by hand": model.set_requires_all_reduce,
+        "not synchronised": model.set_requires_gradient_sync,
+    }.get(name, model.set_is_last_backward)
+    for step in range(2):
+        for index in range(3):
+            for each in (whole, model):
+                each[1].weight.requires_grad_((index == 0) is trains_first)
+            generator = torch.Generator().manual_seed(3 * step + index)
+            batch = torch.randn(8, 6, dtype=torch.float64, generator=generator)
+            whole(batch).square().mean().backward()
+            announce(index == 2)
+            model(batch[my_rows()]).square().mean().backward()
+        allowed = rounding(4, steps=3)
+        assert_equal(gradients_of(model), gradients_of(whole), allowed, f"gradients, step {step}")
+        model.zero_grad()
+        whole.zero_grad()
+
+
 @pytest.mark.parametrize("name", ["ZeRO-2", "hpZ", "inner"])
 @distributed(2, 4)
 def test_a_backward_ends_the_reductions_of_the_one_before(name: str) -> None:

@@ -73,6 +73,8 @@ class GroupGradients(ReductionSetups):
         self.in_unsynced_backward = False
         self.bucket: CoalescedReduction | None = None
         self.early_reduction = EarlyReduction.ALL
+        # which parameters were trained in backwards that left gradients here; equal on all ranks
+        self._trained_before: set[tuple[bool, ...]] = set()
         # by parameter the sum in the reduce dtype, apart from what autograd adds to
         self._sums: dict[FSDPParam, torch.Tensor] = {}
         self._saved: dict[FSDPParam, torch.Tensor] = {}  # sums that were taken, to put back
@@ -120,8 +122,8 @@ class GroupGradients(ReductionSetups):
 
         There is one per reduce dtype, unless they wait for their neighbours. Gradients that stay
         behind are kept in the reduce dtype. The reductions contain all parameters that require a
-        gradient now, with or without a gradient on this rank: their sizes must not depend on what
-        one rank happened to use.
+        gradient now, or did in a backward whose gradients wait, with or without a gradient on this
+        rank: their sizes must not depend on what one rank happened to use.
 
         Args:
             reduce: whether it is time.
@@ -133,16 +135,35 @@ class GroupGradients(ReductionSetups):
         self.reduced = True
         self.in_unsynced_backward = False
         gradients, trainable = self._pop_grads()
+        if self._trained_before:
+            trainable = tuple(map(any, zip(trainable, *self._trained_before, strict=True)))
+        ready = self._reductions_of(trainable, gradients)
+        if self.strategy.has_second_reduction and self.strategy.owes:
+            ready = [*ready, *self._other_partials([setup.params for setup, _ in ready])]
+        self.reductions += len(ready)
+        return ready if self.bucket is None else self.bucket.put(ready, self.settings.cap_mb)
+
+    def _reductions_of(
+        self, trainable: tuple[bool, ...], gradients: list[torch.Tensor | None]
+    ) -> ReadyReductions:
+        """Return the reductions of ``gradients``, one of each parameter of the group."""
         setups = self._setups.get(trainable)
         if setups is None:
             setups = self._set_up(trainable)
-        self.reductions += len(setups)
-        ready: ReadyReductions
         if len(setups) == 1 and len(setups[0].indices) == len(gradients):
-            ready = ((setups[0], gradients),)  # as most are
-        else:
-            ready = [(each, [gradients[index] for index in each.indices]) for each in setups]
-        return ready if self.bucket is None else self.bucket.put(ready, self.settings.cap_mb)
+            return ((setups[0], gradients),)  # as most are
+        return [(each, [gradients[index] for index in each.indices]) for each in setups]
+
+    def _other_partials(self, reduced: list[tuple[FSDPParam, ...]]) -> ReadyReductions:
+        """Return reductions of partial results that none of ``reduced`` fits.
+
+        Parameters were frozen, or trained again, between the backwards of a step.
+        """
+        others = [params for params in self.strategy.partial_params if params not in reduced]
+        masks = [tuple([param in params for param in self.params]) for params in others]
+        return [
+            each for mask in masks for each in self._reductions_of(mask, [None] * len(self.params))
+        ]
 
     def end_of_backward(self) -> str:
         """Reset the state of the group after a successful backward, whose reductions are launched.
@@ -159,7 +180,11 @@ class GroupGradients(ReductionSetups):
             )
         if late or (self.has_unreduced and self.survives_errors):
             self._stash()
-        self.in_unsynced_backward |= self.in_backward and not self.reduced
+        if self.reduced:
+            self._trained_before.clear()
+        elif self.in_backward:
+            self.in_unsynced_backward = True
+            self._trained_before.add(self._trainable())
         if self.strategy.has_second_reduction:
             self.strategy.end_of_backward()
         self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
@@ -236,8 +261,7 @@ class GroupGradients(ReductionSetups):
         """
         if self._replacements != self._generation.replacements:
             self._look()
-        with without_torch_function():
-            trainable = tuple(map(_requires_grad, self._own))
+        trainable = self._trainable()
         if self._sums:
             if self.survives_errors:
                 self._saved = {**self._sums, **self._saved}
@@ -252,6 +276,10 @@ class GroupGradients(ReductionSetups):
             if left is not None and (left.layout is not dense or left.requires_grad):
                 found[at] = self.params[at].to_reduce(left)
         return found, trainable
+
+    def _trainable(self) -> tuple[bool, ...]:
+        with without_torch_function():
+            return tuple(map(_requires_grad, self._own))
 
     def _look(self) -> None:
         """Find sharded and unsharded parameters; one that was never gathered has no gradient."""
@@ -279,6 +307,8 @@ class GroupGradients(ReductionSetups):
         self._saved.clear()
         self.has_unreduced &= keep
         self.in_unsynced_backward &= keep
+        if not keep:
+            self._trained_before.clear()
         for param in self.params:
             param.drop_gradient()
         self.strategy.abandon(keep=keep)

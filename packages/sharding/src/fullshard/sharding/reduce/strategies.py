@@ -10,7 +10,7 @@ optional groups down one long function.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -77,9 +77,14 @@ class PlainReduce:
         return plan.launch
 
     @property
+    def partial_params(self) -> Sequence[tuple[FSDPParam, ...]]:
+        """The parameters of each partial result that waits for a later reduction."""
+        return ()
+
+    @property
     def unsynced(self) -> bool:
         """Whether anything is kept for a later reduction."""
-        return False
+        return bool(self.partial_params)
 
     @property
     def owes(self) -> bool:
@@ -157,9 +162,10 @@ class TwoReductions(PlainReduce):
         self._sent: list[_Key] = []
 
     @property
-    def unsynced(self) -> bool:
-        """Whether partial results wait for a second reduction."""
-        return bool(self._partial or self._ended)
+    def partial_params(self) -> Sequence[tuple[FSDPParam, ...]]:
+        """The parameters of each partial result that waits for a second reduction."""
+        keys = (*self._partial, *(key for key, _ in self._ended))
+        return tuple(dict.fromkeys(params for params, _ in keys))
 
     def launch_of(
         self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
