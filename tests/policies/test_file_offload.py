@@ -10,9 +10,12 @@ import pickle
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -295,10 +298,28 @@ def _expected(steps: range) -> list[float]:
     return train(model, adamw(model), steps)
 
 
+UNREADABLE = r"rank 1: .*could not be read: Input/output error"
+
+
+@contextmanager
+def unreadable() -> Iterator[None]:
+    """Let rank 1 read no shard."""
+    advise = shard_file._madvise
+
+    def broken(address: int, nbytes: int, advice: int) -> None:
+        if advice == shard_file._POPULATE_READ:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        advise(address, nbytes, advice)
+
+    rank = torch.distributed.get_rank()
+    with patch.object(shard_file, "_madvise", broken if rank == 1 else advise):
+        yield
+
+
 @pytest.mark.parametrize("backward", [True, False])
 @distributed(2)
 def test_a_disk_that_cannot_be_read_is_an_error_on_all_ranks(
-    backward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backward: bool, tmp_path: Path
 ) -> None:
     policy = in_file(tmp_path, resident_mb=0, read_ahead_mb=0)
     model = sharded(build(), offload_policy=policy)
@@ -307,12 +328,6 @@ def test_a_disk_that_cannot_be_read_is_an_error_on_all_ranks(
     before = [part(param).clone() for param in model.parameters()]
     with torch.no_grad():
         expected = model(batch(7))
-    advise = shard_file._madvise
-
-    def broken(address: int, nbytes: int, advice: int) -> None:
-        if advice == shard_file._POPULATE_READ:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        advise(address, nbytes, advice)
 
     def run() -> None:
         if backward:
@@ -321,12 +336,9 @@ def test_a_disk_that_cannot_be_read_is_an_error_on_all_ranks(
             with torch.no_grad():
                 model(batch(1))
 
-    with monkeypatch.context() as patched:
-        if torch.distributed.get_rank() == 1:
-            patched.setattr(shard_file, "_madvise", broken)
-        with pytest.raises(RuntimeError, match=r"rank 1: .*could not be read: Input/output error"):
-            run()
-        everyone("together")
+    with unreadable(), pytest.raises(RuntimeError, match=UNREADABLE):
+        run()
+    everyone("together")
     assert isinstance(model, FSDPModule)
     model.reset_iter_state()
     with torch.no_grad():
@@ -335,6 +347,25 @@ def test_a_disk_that_cannot_be_read_is_an_error_on_all_ranks(
     assert all(map(torch.equal, map(part, model.parameters()), before))
     optimizer.zero_grad()
     assert losses + train(model, optimizer, range(1, 3)) == pytest.approx(_expected(range(3)))
+
+
+@distributed(2)
+def test_a_backward_with_shards_that_could_not_be_read_leaves_no_gradients(tmp_path: Path) -> None:
+    """Those of earlier backwards without synchronisation stay, if so asked."""
+    policy = in_file(tmp_path, resident_mb=0, read_ahead_mb=0)
+    model, other = sharded(build(), offload_policy=policy), sharded(build())
+    for each in (model, other):
+        assert isinstance(each, FSDPModule)
+        each.set_keep_unsynced_gradients(True)
+        for number in range(3):
+            each.set_requires_gradient_sync(number == 2)
+            if each is model and number < 2:
+                with unreadable(), pytest.raises(RuntimeError, match=UNREADABLE):
+                    each(batch(7)).square().mean().backward()
+                each.reset_iter_state()
+            each(batch(number)).square().mean().backward()
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(part(one.grad), part(two.grad)) for one, two in pairs)
 
 
 def test_pages_that_the_file_lacks_are_an_error_and_not_a_signal(tmp_path: Path) -> None:

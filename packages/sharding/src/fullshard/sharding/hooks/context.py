@@ -274,8 +274,8 @@ class RootContext:
             if group.gradients.reduces or LeaseKind.STEP in group.leases.out:
                 group.gradients.leave_backward()
             else:
-                error_of_group = self.schedule.finish_backward(group, is_last=False)
-                error = error or error_of_group
+                self.schedule.finish_backward(group, is_last=False)
+                error = group.gradients.end_of_backward() or error
         keep_copies_within_step(self.groups, is_last=False)
         self.schedule.buckets.launch_waiting()
         if not error:
@@ -284,17 +284,17 @@ class RootContext:
 
     def _finish_groups(self, *, is_last: bool) -> str:
         """Finish the backward of all groups, launch all reductions, and return the first error."""
-        error = ""
         for group in reversed(self.record.used):
-            error_of_group = self.schedule.finish_backward(group, is_last=is_last)
-            error = error or error_of_group
+            self.schedule.finish_backward(group, is_last=is_last)
         if len(self.record.used) < len(self.groups):
             self._end_unused()
         self._release_expired()
         keep_copies_within_step(self.groups, is_last=is_last)
         self.schedule.buckets.launch_waiting()
-        if self._fallible:
+        if self._fallible:  # before groups end: a backward that raises leaves no gradients
             offload_errors.raise_errors_of_ranks(self._fallible, self.shared.queue)
+        errors = [group.gradients.end_of_backward() for group in reversed(self.record.used)]
+        error = next(filter(None, errors), "")
         if not error:
             self.shared.queue.seal()
         if is_last:

@@ -239,18 +239,17 @@ class Schedule:
         group.release_backward(forward_pass.number, keep=group.full_after_backward)
         group.shared.queue.launch(ready)
 
-    def finish_backward(self, group: FSDPParamGroup, *, is_last: bool) -> str:
+    def finish_backward(self, group: FSDPParamGroup, *, is_last: bool) -> None:
         """End all that backward left open in ``group``, and reduce it.
 
-        ``is_last``: no other backward follows before the optimizer steps. Returns an error message;
-        see ``GroupGradients.end_of_backward``.
+        ``GroupGradients.end_of_backward`` follows. ``is_last``: no other backward follows before
+        the optimizer steps.
         """
         allowed = self.allows_kept_groups
         ready = group.finish_backward(
             keep=allowed and group.full_after_backward, keep_ahead=allowed and not is_last
         )
         group.shared.queue.launch(ready)
-        return group.gradients.end_of_backward()
 
 
 # -- copies that placements keep ------------------------------------------------------------------

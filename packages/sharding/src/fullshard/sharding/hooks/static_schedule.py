@@ -193,14 +193,14 @@ class StaticSchedule(Schedule):
         if last and group not in self._repeated:
             self._advance(self._position[Step(group, reduces=True)] + 1)
 
-    def finish_backward(self, group: FSDPParamGroup, *, is_last: bool) -> str:
+    def finish_backward(self, group: FSDPParamGroup, *, is_last: bool) -> None:
         """End all that backward left open; nothing is kept.
 
         All ranks reduce what no rank has reduced yet: what ``finalize_backward`` is to reduce.
         """
         if not group.gradients.reduced:
             group.shared.queue.launch(group.pop_in_turn())
-        return super().finish_backward(group, is_last=is_last)
+        super().finish_backward(group, is_last=is_last)
 
     def _advance(self, end: int) -> None:
         while self._next < end:
