@@ -25,7 +25,7 @@ from fullshard.optim import FileTier, OffloadedOptimizer
 from fullshard.policies import CPUOffloadPolicy, FileOffloadPolicy, MixedPrecisionPolicy, shard_file
 from fullshard.policies.file_space import FileSpace
 from fullshard.policies.shard_file import ShardFile
-from fullshard.sharding import FSDPModule, RankMismatchError
+from fullshard.sharding import FSDPModule, RankMismatchError, unsharded
 from support.optim.offloaded import (
     Program,
     adamw,
@@ -347,6 +347,23 @@ def test_a_disk_that_cannot_be_read_is_an_error_on_all_ranks(
     assert all(map(torch.equal, map(part, model.parameters()), before))
     optimizer.zero_grad()
     assert losses + train(model, optimizer, range(1, 3)) == pytest.approx(_expected(range(3)))
+
+
+@pytest.mark.parametrize("writeback", [True, False])
+@distributed(2)
+def test_full_parameters_of_shards_that_cannot_be_read_are_an_error_on_all_ranks(
+    writeback: bool, tmp_path: Path
+) -> None:
+    """Before the block: the wrong values are not seen, and not written back."""
+    model = sharded(build(), offload_policy=in_file(tmp_path, resident_mb=0, read_ahead_mb=0))
+    with torch.no_grad():
+        expected = model(batch())
+    with unreadable(), pytest.raises(RuntimeError, match=UNREADABLE):  # noqa: SIM117 # in it
+        with unsharded(model, writeback=writeback):
+            pytest.fail("the block was entered")
+    everyone("together")
+    with torch.no_grad():
+        assert torch.equal(model(batch()), expected)
 
 
 @distributed(2)

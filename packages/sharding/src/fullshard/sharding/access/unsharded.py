@@ -22,6 +22,7 @@ from fullshard.sharding.base.exchange import numbers_of_ranks
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
 from fullshard.sharding.hooks.lookup import state_of, the_states
 from fullshard.sharding.hooks.module_state import ModuleState
+from fullshard.sharding.hooks.offload_errors import raise_errors_of_gathers
 from fullshard.sharding.params.param_sharding import has_hooks
 
 __all__ = ["in_block", "on_any_rank", "opened", "unsharded"]
@@ -68,8 +69,8 @@ def unsharded(
         TypeError: if ``module`` is no module, or another argument is not a bool.
         RuntimeError: on entry, inside a forward or backward of the module, or inside another block
             for these parameters, unless both blocks are without ``rank0_only`` and
-            ``offload_to_cpu`` (then the outermost block writes back); at the end, if what was
-            changed cannot be written back.
+            ``offload_to_cpu`` (then the outermost block writes back), or if an offload policy could
+            not read a shard on some rank; at the end, if what was changed cannot be written back.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; pass an nn.Module")
@@ -107,6 +108,7 @@ def opened(module: nn.Module, mode: Mode, *, recurse: bool) -> Iterator[None]:
                 full.launch()
             for full in own:
                 full.finish()
+            raise_errors_of_gathers([full.group for full in own])
             for refusing in _modules_of(states, own):
                 hook = refusing.register_forward_pre_hook(_refuse_forward, prepend=True)
                 stack.callback(hook.remove)

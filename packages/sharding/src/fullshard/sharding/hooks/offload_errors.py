@@ -1,9 +1,9 @@
 """Errors of offload policies that may fail on one rank, such as errors of a disk, on all ranks.
 
-A rank with such an error goes on with wrong values, since other ranks wait for its collectives. At
-the end of the backward, or of a forward without one, the ranks exchange errors, and all raise. A
-gradient is lost if it could not be read to be added to or clipped. Then all raise again before the
-optimizer steps, and in each later backward until the gradient is freed.
+A rank with such an error continues with wrong values, since other ranks wait for its collectives.
+At the end of the backward, or of a forward without one, or on entry to ``unsharded``, the ranks
+exchange errors, and all raise. A gradient is lost if it could not be read to be added to or
+clipped. Then all raise before the optimizer steps, and in each backward until it is freed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import FallibleOffload, GradientOffload
 from fullshard.sharding.reduce.reduction import ReductionQueue
 
-__all__ = ["error_of_this_rank", "may_fail", "raise_errors_of_ranks", "raise_lost_gradients"]
+__all__ = [
+    "error_of_this_rank",
+    "may_fail",
+    "raise_errors_of_gathers",
+    "raise_errors_of_ranks",
+    "raise_lost_gradients",
+]
 
 _WORDS = Comparison(
     what="errors of offload", error="offload failed; ", mismatch="offload failed; ", advice=""
@@ -50,7 +56,23 @@ def raise_errors_of_ranks(groups: Sequence[FSDPParamGroup], queue: ReductionQueu
     """
     queue.store_early()
     lost = _lost(param for group in groups for param in group.params)
-    error = _of_all_ranks("; ".join(filter(None, (error_of_this_rank(groups), lost))), groups)
+    _raise_together("; ".join(filter(None, (error_of_this_rank(groups), lost))), groups)
+
+
+def raise_errors_of_gathers(groups: Iterable[FSDPParamGroup]) -> None:
+    """Raise if a policy of ``groups`` failed on a rank, between steps; all ranks call it together.
+
+    Raises:
+        RuntimeError: on every rank, with the errors of all.
+    """
+    fallible = list(filter(may_fail, groups))
+    if fallible:
+        _raise_together(error_of_this_rank(fallible), fallible)
+
+
+def _raise_together(mine: str, groups: Sequence[FSDPParamGroup]) -> None:
+    """Raise the errors of all ranks, if there are any."""
+    error = _of_all_ranks(mine, groups)
     if error:
         for group in groups:
             group.generation.advance()  # a group that stays unsharded has wrong values
