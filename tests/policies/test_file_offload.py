@@ -11,7 +11,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.optim import FileTier, OffloadedOptimizer
+from fullshard.optim import FileTier, OffloadedOptimizer, OverlappedStep
 from fullshard.policies import CPUOffloadPolicy, FileOffloadPolicy, MixedPrecisionPolicy, shard_file
 from fullshard.policies.file_space import FileSpace
 from fullshard.policies.shard_file import ShardFile
-from fullshard.sharding import FSDPModule, RankMismatchError, unsharded
+from fullshard.sharding import FSDPModule, RankMismatchError, fully_shard, unsharded
 from support.optim.offloaded import (
     Program,
     adamw,
@@ -150,6 +150,29 @@ def test_the_second_pass_reads_ahead_what_the_first_one_used_next(tmp_path: Path
     assert file.reads_ahead >= 6
 
 
+@distributed(2)
+def test_steps_beside_backward_and_announced_backwards_read_ahead_as_others(tmp_path: Path) -> None:
+    """Their gradients are put in place in the middle of a pass."""
+    found = []
+    for name in ("plain", "overlapped", "announced"):
+        policy = in_file(tmp_path, resident_mb=0.05, read_ahead_mb=0.03)
+        model: Any = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+        for each in (*model, model):
+            fully_shard(each, offload_policy=policy)
+        model.set_reduce_bucket_cap(0)
+        optimizer = OverlappedStep(torch.optim.SGD(model.parameters()), model)
+        for step in range(4):
+            before = policy.statistics.reads_ahead
+            model.set_is_last_backward(name != "announced" or step == 3)
+            with optimizer.overlap() if name == "overlapped" else nullcontext():
+                model(torch.ones(4, 64)).square().mean().backward()
+            if name == "overlapped":
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(policy.statistics.reads_ahead - before)
+    assert found[0] > 0 and found == found[:1] * 3
+
+
 def test_no_more_stays_in_memory_than_asked_for(tmp_path: Path) -> None:
     file, shards = _file(tmp_path, shards=8, resident_bytes=3 << 13, ahead_bytes=0)
     for shard in shards * 2:
@@ -172,7 +195,7 @@ import json, sys, threading
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch import nn
-from fullshard.optim import FileTier, OffloadedOptimizer
+from fullshard.optim import FileTier, OffloadedOptimizer, OverlappedStep
 from fullshard.policies import FileOffloadPolicy
 from fullshard.sharding import NoOffload, fully_shard
 

@@ -192,12 +192,15 @@ class FileOffloadPolicy(OffloadPolicy):
         return tensor.to(device, non_blocking=True)
 
     def arrived(self, device: torch.device) -> None:
-        """Wait for copies; the end of a backward, for which the engine asks so, ends a pass."""
+        """Wait for copies."""
         _HOST.arrived(device)
-        self._file.end_pass()
 
     def take_error(self) -> str:
-        """Return the first error since the last call; empty if there was none."""
+        """Return the first error since the last call; empty if there was none.
+
+        The engine asks at the end of each backward, and of a forward without one: this ends a pass.
+        """
+        self._file.end_pass()
         return self._file.take_error()
 
     def _stored(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
