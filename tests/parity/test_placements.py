@@ -7,6 +7,7 @@ The reference is the unsharded model on the whole batch. Bytes are compared with
 from __future__ import annotations
 
 import copy
+import warnings
 from contextlib import nullcontext
 from itertools import permutations
 from typing import Any
@@ -537,6 +538,29 @@ def test_a_layer_that_only_an_earlier_micro_batch_used_gets_its_gradient(name: s
         assert_equal(gradients_of(model), gradients_of(whole), allowed, f"gradients, step {step}")
         model.zero_grad()
         whole.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["ZeRO-1", "ZeRO-2", "inner", "not synchronised"])
+@distributed(4)
+def test_a_step_is_given_up_between_its_backwards(name: str) -> None:
+    """Gradients that wait for its last backward are not in ``.grad`` yet."""
+    pair = pair_of("uneven", PLACEMENTS.get(name, PLACEMENTS["ZeRO-3"]))
+    model: Any = pair.model
+    announce = (
+        model.set_is_last_backward if name in PLACEMENTS else model.set_requires_gradient_sync
+    )
+    losses = pair.losses(0)
+    announce(False)
+    for loss in losses:
+        loss.backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of gradients that are dropped
+        model.reset_iter_state()
+    for each in (model, pair.whole):
+        each.zero_grad()
+    announce(True)
+    pair.backward(1)
+    pair.check()
 
 
 @pytest.mark.parametrize("trains_first", [True, False])
