@@ -1,15 +1,18 @@
 """Training runs drawn at random follow the unsharded model, step by step.
 
 A seed is a whole run: model, wrapping, mesh, policies, accumulation, checkpointing, what ranks
-skip. A few seeds run always, more in the matrix. ``nox -s fuzz -- --seeds 0:1000`` runs any, and
+skip, and around it placements, offload, wrapped optimizers, and moves of state from run to run. A
+few seeds run always, more in the matrix. ``nox -s fuzz -- --seeds 0:1000`` runs any, and
 ``nox -s fuzz -- --seeds 17`` one that failed, again.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from support.fuzz.around import draw_around
+from support.fuzz.around import BEFORE, BETWEEN, MOVES, PLACED, Norm, draw_around
 from support.fuzz.case import draw
 from support.fuzz.run import run_case
 from support.products import few
@@ -17,8 +20,9 @@ from support.ranks import RanksFailed, run_on_ranks
 
 ALWAYS = (0, 17, 18, 20, 22, 40, 5179)  # on several ranks; they draw every feature twice
 # 5179: two modules of one group, both checkpointed, in canonical order
-MATRIX = (*range(60), 5179)
-ALWAYS_AROUND = (13, 39, 54)
+# 304: a parameter that is frozen between backwards without synchronisation, in canonical order
+MATRIX = (*range(60), 304, 5179)
+ALWAYS_AROUND = (8, 27, 50, 58, 304)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -54,7 +58,7 @@ def test_a_run_drawn_at_random_equals_the_unsharded_model(seed: int) -> None:
 
 
 def test_so_does_a_run_with_other_features_around_it(seed: int) -> None:
-    """Placements, offload, wrapped optimizers, checks, and what programs do between steps."""
+    """Placements, offload, wrapped optimizers, checks, and what programs do between backwards."""
     _run(seed, around=True)
 
 
@@ -82,3 +86,19 @@ def test_the_fixed_seeds_draw_every_feature_at_least_twice() -> None:
     }
     rare = [name for name, found in features.items() if sum(found) < 2]
     assert not rare, f"{rare} are hardly drawn"
+
+
+def test_the_seeds_of_the_matrix_draw_every_feature_around_a_run() -> None:
+    found: Counter[object] = Counter()
+    for case in map(draw, MATRIX):
+        drawn = draw_around(case)
+        runs = [(drawn, drawn.moves[0]), *zip(drawn.moved, drawn.moves, strict=True)]
+        trained = [run for index, (run, way) in enumerate(runs) if (index == 0) is not bool(way)]
+        for run in trained:
+            found.update((run.placements, run.offload, run.optimizer, run.norm))
+            found.update(["gradients in files"] * run.gradients_in_file)
+        found.update(name for names in (*drawn.before, *drawn.between) for name in names)
+        found.update(drawn.moves)
+        found.update(name for name in ("mixed", "two_groups") if getattr(drawn, name))
+    wanted = {*PLACED, *BEFORE, *BETWEEN, *MOVES, *Norm, "gradients in files", "mixed"}
+    assert not wanted - {*found}, f"{wanted - {*found}} are never drawn"

@@ -1,38 +1,46 @@
 """Features around a training run, drawn at random.
 
-They are: where state lives, checks, and what comes between steps.
+They are: where state lives, what travels in which dtype, who clips, checks, and what comes between
+steps and between micro-batches.
 
-Owns ``AroundCase``: placements, offload, the optimizer's wrapper, checks and watches, and what a
-user's program does before each step. Their draws are apart from those of ``FuzzCase``, so that a
-seed names the same run with and without them.
+Owns ``AroundCase`` and the objects of a sharded run that it names. Their draws are apart from those
+of ``FuzzCase``, so that a seed names the same run with and without them.
 """
 
 from __future__ import annotations
 
-import copy
 import random
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fullshard.elastic import IntegrityChecks, IntegrityPolicy
 from fullshard.optim import FileTier, HostTier, OffloadedOptimizer, OverlappedStep
-from fullshard.policies import CPUOffloadPolicy, FileOffloadPolicy
-from fullshard.sharding import FSDPModule, ShardingPlacements, SlowRanks, unsharded
+from fullshard.policies import CPUOffloadPolicy, FileOffloadPolicy, MixedPrecisionPolicy
+from fullshard.sharding import ShardingPlacements
 from support.fuzz.case import Checkpointing, FuzzCase, NodeCase
 from support.ranks import cpu_mesh
 
-__all__ = ["NOTHING", "PLACED", "Around", "AroundCase", "draw_around"]
+__all__ = [
+    "BEFORE",
+    "BETWEEN",
+    "MOVES",
+    "NOTHING",
+    "ONE_AXIS",
+    "PLACED",
+    "TWO_LEVELS",
+    "Around",
+    "AroundCase",
+    "Norm",
+    "draw_around",
+]
 
 P = ShardingPlacements
 PLACED = {
@@ -49,6 +57,36 @@ ONE_AXIS = ("ZeRO-1", "ZeRO-2", "ZeRO-3")
 TWO_LEVELS = ("hpZ", "inner", "full, inner", "inner, none")
 PLACED["ZeRO-3"] = P.zero(3)
 
+BEFORE = (  # see ``support.fuzz.events``
+    "reload",
+    "reload the optimizer",
+    "write full parameters",
+    "write shards",
+    "freeze",
+    "change the reshard",
+    "change placements",
+    "fail",
+    "evaluate",
+    "keep zeros",
+)
+MOVES = ("", "", "dtensors", "full", "files", "plain", "ours")
+BETWEEN = ("", "", "evaluate", "read", "fail", "freeze")
+VARIANTS: tuple[dict[str, bool], ...] = (
+    {},
+    {"foreach": False},
+    {"foreach": True},
+    {"fused": True},
+    {"amsgrad": True},
+)
+
+
+class Norm(Enum):
+    """Whose norm clips, and who clips."""
+
+    BY_HAND = "by hand"
+    EXACT = "exact"
+    PREVIOUS = "previous"
+
 
 @dataclass(frozen=True, kw_only=True)
 class AroundCase:
@@ -57,18 +95,46 @@ class AroundCase:
     Attributes:
         placements: a key of ``PLACED``; empty: none.
         offload: where shards live: "none", "cpu" or "files".
+        gradients_in_file: with "files", whether gradients live there, too.
         optimizer: "plain", "overlapped", "files" or "host".
+        norm: "overlapped" may clip by itself, all others by hand.
+        max_norm: to which "overlapped" clips.
+        mixed: whether the model computes in float32; parameters are in float64.
+        reduces_wide: with ``mixed``, whether gradients are reduced in float64.
         checks: whether damaged numbers are looked for.
         watches: whether slow ranks are looked for.
-        before: names of ``_EVENTS``, for each step.
+        variant: options of the optimizer that choose its implementation.
+        two_groups: whether the optimizer has two groups.
+        decays: whether the learning rate falls after each step.
+        fills_zeros: whether ``zero_grad`` fills gradients with zeros, else frees them.
+        keeps_unsynced: whether gradients that are not reduced outlive an error.
+        overlaps: for each step, whether "overlapped" steps beside backward.
+        before: what comes before each step.
+        moves: how state moves into another run, before each step; empty: it does not.
+        moved: what is around the run to which state moves, before each step.
+        between: for each step, what comes before each micro-batch but the first.
     """
 
     placements: str = ""
     offload: str = "none"
+    gradients_in_file: bool = False
     optimizer: str = "plain"
+    norm: Norm = Norm.BY_HAND
+    max_norm: float = 0.5
+    mixed: bool = False
+    reduces_wide: bool = False
     checks: bool = False
     watches: bool = False
+    variant: dict[str, bool] = field(default_factory=dict)
+    two_groups: bool = False
+    decays: bool = False
+    fills_zeros: bool = False
+    keeps_unsynced: bool = False
+    overlaps: tuple[bool, ...] = ()
     before: tuple[tuple[str, ...], ...] = ()
+    moves: tuple[str, ...] = ()
+    moved: tuple[AroundCase, ...] = ()
+    between: tuple[tuple[str, ...], ...] = ()
 
 
 NOTHING = AroundCase()
@@ -77,20 +143,61 @@ NOTHING = AroundCase()
 def draw_around(case: FuzzCase) -> AroundCase:
     """Draw what is around a run."""
     rng = random.Random(f"around {case.seed}")
-    known = [*PLACED] if case.world_size == 4 else [*ONE_AXIS]
+    found = AroundCase(
+        **_places(rng, case),
+        checks=rng.random() < 0.3,
+        watches=rng.random() < 0.3,
+        before=tuple(tuple(rng.sample(BEFORE, rng.randint(0, 2))) for _ in case.steps),
+    )
+    rng = random.Random(f"around {case.seed}, beside")
+    between = [[rng.choice(BETWEEN) for _ in step.synchronise[1:]] for step in case.steps]
+    for events, step in zip(between, case.steps, strict=True):
+        if step.forwards_first:  # of which graphs are alive, and parameters may be full
+            events[:] = [event if event == "evaluate" else "" for event in events]
+    mixed = rng.random() < 0.3
+    found = replace(
+        found,
+        **_more_places(rng, found.offload, found.optimizer),
+        max_norm=rng.choice([0.1, 0.5, 10.0]),
+        mixed=mixed,
+        reduces_wide=mixed and rng.random() < 0.5,
+        variant=rng.choice(VARIANTS),
+        two_groups=rng.random() < 0.3,
+        decays=rng.random() < 0.3,
+        fills_zeros=rng.random() < 0.2,
+        keeps_unsynced=any("fail" in events for events in between),
+        overlaps=tuple(rng.random() < 0.85 for _ in case.steps),
+        moves=tuple(rng.choice(MOVES) for _ in case.steps),
+        between=tuple(map(tuple, between)),
+    )
+    moved = []
+    for _ in case.steps:
+        places = _places(rng, case)
+        more = _more_places(rng, places["offload"], places["optimizer"])
+        moved.append(replace(found, **places, **more))
+    return replace(found, moved=tuple(moved))
+
+
+def _places(rng: random.Random, case: FuzzCase) -> dict[str, Any]:
+    known = [*PLACED, *TWO_LEVELS] if case.world_size == 4 else [*ONE_AXIS]
     if case.canonical:  # in which ranks keep no full parameters
         known = [name for name in known if PLACED[name].compute != ()]
     wrapped = ["plain", "files", "host"]
     if not any(_is_reentrant(node) for node in case.nodes):  # which may reduce a group twice
-        wrapped.append("overlapped")
-    return AroundCase(
-        placements=rng.choice(["", *known]),
-        offload=rng.choice(["none", "cpu", "files"]),
-        optimizer=rng.choice(wrapped),
-        checks=rng.random() < 0.3,
-        watches=rng.random() < 0.3,
-        before=tuple(tuple(rng.sample([*_EVENTS], rng.randint(0, 2))) for _ in case.steps),
-    )
+        wrapped += ["overlapped"] * 2
+    return {
+        "placements": rng.choice(["", *known]),
+        "offload": rng.choice(["none", "cpu", "files"]),
+        "optimizer": rng.choice(wrapped),
+    }
+
+
+def _more_places(rng: random.Random, offload: str, optimizer: str) -> dict[str, Any]:
+    norm = rng.choice([*Norm])
+    return {
+        "gradients_in_file": offload == "files" and rng.random() < 0.6,
+        "norm": norm if optimizer == "overlapped" else Norm.BY_HAND,
+    }
 
 
 def _is_reentrant(node: NodeCase) -> bool:
@@ -98,60 +205,72 @@ def _is_reentrant(node: NodeCase) -> bool:
 
 
 class Around:
-    """Carries out an ``AroundCase``, beside the unsharded model."""
+    """The objects that an ``AroundCase`` names, for one sharded model."""
 
-    def __init__(self, case: AroundCase, run: FuzzCase) -> None:
-        self.case, self.rng = case, random.Random(f"events {run.seed}")
-        self.canonical, self._world_size = run.canonical, run.world_size
-        self._folder = tempfile.TemporaryDirectory(prefix="fullshard-fuzz-")
+    def __init__(self, case: AroundCase, run: FuzzCase, folder: Path) -> None:
+        self.case, self.canonical = case, run.canonical
+        self.has_replicas = run.hybrid and not case.placements
+        self._world_size, self._folder = run.world_size, folder
         self._checks: IntegrityChecks | None = None
-        self._watch = SlowRanks() if case.watches else None
-        self.offload = self._offload()
 
-    def mesh(self) -> DeviceMesh | None:
-        """Return the mesh of the placements; None: they have none."""
-        if not self.case.placements:
-            return None
+    def _mesh(self) -> DeviceMesh:
         if self._world_size == 4:
             return cpu_mesh((2, 2), ("outer", "inner"))
         return cpu_mesh((self._world_size,), ("inner",))
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of ``fully_shard``."""
-        found: dict[str, Any] = {}
-        if self.offload is not None:
-            found["offload_policy"] = self.offload
-        if self.case.placements:
-            found |= {"mesh": self.mesh(), "placements": PLACED[self.case.placements]}
-        return found
-
-    def _offload(self) -> Any:
-        if self.case.offload == "cpu":
-            return CPUOffloadPolicy()
-        if self.case.offload == "files":
-            return FileOffloadPolicy(
-                Path(self._folder.name), resident_mb=0.01, read_ahead_mb=0.005, min_bytes=1
+        case, found = self.case, dict[str, Any]()
+        if case.offload == "cpu":
+            found["offload_policy"] = CPUOffloadPolicy()
+        if case.offload == "files":
+            found["offload_policy"] = FileOffloadPolicy(
+                self._folder,
+                resident_mb=0.01,
+                read_ahead_mb=0.005,
+                min_bytes=1,
+                gradients=case.gradients_in_file,
             )
-        return None
+        if case.placements:
+            found |= {"mesh": self._mesh(), "placements": PLACED[case.placements]}
+        if case.mixed:
+            wide = torch.float64 if case.reduces_wide else None
+            found["mp_policy"] = MixedPrecisionPolicy(torch.float32, reduce_dtype=wide)
+        return found
 
     def wrap(self, optimizer: Optimizer, model: Any) -> Optimizer:
         """Return the optimizer of the sharded model, wrapped; begin what watches it."""
-        if self.case.optimizer == "overlapped":
-            optimizer = OverlappedStep(optimizer, model)
-        if self.case.optimizer == "files":
-            tier = FileTier(Path(self._folder.name), bucket_mb=1e-4, min_bytes=1)
+        case = self.case
+        if case.optimizer == "overlapped":
+            clips: dict[str, Any] = {}
+            if case.norm is not Norm.BY_HAND:
+                clips = {"max_norm": case.max_norm, "norm": case.norm.value}
+            optimizer = OverlappedStep(optimizer, model, **clips)
+        if case.optimizer == "files":
+            tier = FileTier(self._folder, bucket_mb=1e-4, min_bytes=1)
             optimizer = OffloadedOptimizer(optimizer, tier)
-        if self.case.optimizer == "host":
+        if case.optimizer == "host":
             optimizer = OffloadedOptimizer(optimizer, HostTier(bucket_mb=1e-4, min_bytes=1))
-        if self.case.checks:
+        if case.checks:
             # what comes between steps changes shards
-            policy = IntegrityPolicy(every=2, at_rest=not any(self.case.before))
+            at_rest = not any(case.before) and not any(case.moves)
+            policy = IntegrityPolicy(every=2, at_rest=at_rest)
             self._checks = IntegrityChecks(model, optimizer, policy)
         return optimizer
 
-    def last_backward(self, optimizer: Optimizer, clipped: bool) -> AbstractContextManager[None]:
-        """Return the block around the last backward of a step."""
-        if isinstance(optimizer, OverlappedStep) and not clipped:
+    def last_backward(
+        self, optimizer: Optimizer, step: int, clipped: bool
+    ) -> AbstractContextManager[None]:
+        """Return the block around the last backward of a step.
+
+        Args:
+            optimizer: of the sharded model.
+            step: the number of the step.
+            clipped: whether the program clips by hand.
+        """
+        overlaps = self.case.overlaps[step] if self.case.overlaps else True
+        by_hand = clipped and self.case.norm is Norm.BY_HAND
+        if isinstance(optimizer, OverlappedStep) and overlaps and not by_hand:
             return optimizer.overlap()
         return nullcontext()
 
@@ -164,162 +283,3 @@ class Around:
         self._checks.begin()
         yield self._checks.before_update
         self._checks.end()
-
-    @contextmanager
-    def run(self) -> Iterator[None]:
-        """Surround the whole run."""
-        with self._folder, self._watch or nullcontext():
-            yield
-            if self._watch is not None:
-                self._watch.report()
-
-    def before(self, step: int, model: Any, plain: Any, optimizers: list[Optimizer]) -> None:
-        """Do what the program does before a step, to both models."""
-        for name in self.case.before[step] if self.case.before else ():
-            _EVENTS[name](self, model, plain, optimizers)
-
-
-# -- what comes between steps: each of them changes both models alike ------------------------------
-
-
-def _pick(around: Around, plain: nn.Module) -> str:
-    return around.rng.choice([name for name, _ in plain.named_parameters()])
-
-
-def _reload(around: Around, model: Any, plain: Any, optimizers: list[Optimizer]) -> None:
-    """Save a state dict, damage the model and load it again."""
-    some = StateDictOptions(strict=False)  # of what is not used, there is no state
-    for each, optimizer in zip((model, plain), optimizers, strict=True):
-        saved = copy.deepcopy(get_state_dict(each, optimizer))
-        with torch.no_grad():
-            for param in each.parameters():
-                param.mul_(0).add_(7)
-        model_state, optim_state = saved
-        set_state_dict(
-            each,
-            optimizer,
-            model_state_dict=model_state,
-            optim_state_dict=optim_state,
-            options=some,
-        )
-
-
-def _reload_optimizer(around: Around, model: Any, plain: Any, optimizers: list[Optimizer]) -> None:
-    """Load the optimizer's own state dict."""
-    optimizers[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-
-
-def _write_full(around: Around, model: Any, plain: Any, optimizers: list[Optimizer]) -> None:
-    """Change full parameters."""
-    name = _pick(around, plain)
-    with unsharded(model, writeback=True):
-        _change(model, name)
-    _change(plain, name)
-
-
-def _write_shards(around: Around, model: Any, plain: Any, optimizers: list[Optimizer]) -> None:
-    """Change shards."""
-    name = _pick(around, plain)
-    _change(model, name)
-    _change(plain, name)
-
-
-def _change(model: nn.Module, name: str) -> None:
-    with torch.no_grad():
-        model.get_parameter(name).mul_(0.5)
-
-
-def _freeze(around: Around, model: Any, plain: Any, optimizers: list[Optimizer]) -> None:
-    """Freeze a parameter, or train one that was frozen by this."""
-    name = _pick(around, plain)
-    for each in (model, plain):
-        param = each.get_parameter(name)
-        if any(
-            param is one
-            for group in optimizers[each is plain].param_groups
-            for one in group["params"]
-        ):
-            param.requires_grad_(not param.requires_grad)
-
-
-def _change_reshard(around: Around, model: Any, plain: Any, optimizers: list[Optimizer]) -> None:
-    """Change whether parameters are freed after forward."""
-    for each in model.modules():
-        if isinstance(each, FSDPModule):
-            each.set_reshard_after_forward(around.rng.random() < 0.5, recurse=False)
-
-
-def _change_placements(around: Around, model: Any, plain: Any, optimizers: list[Optimizer]) -> None:
-    """Change placements to those with the same shards."""
-    for family in (ONE_AXIS, TWO_LEVELS):
-        if around.case.placements in family:
-            chosen = PLACED[around.rng.choice(family)]
-            if not (around.canonical and chosen.compute == ()):
-                model.set_placements(chosen)
-
-
-def _fail(around: Around, model: Any, plain: Any, optimizers: list[Optimizer]) -> None:
-    """Raise in a forward, or in a backward, on all ranks; drop the gradients.
-
-    In the canonical order ranks raise in different modules, and a forward follows.
-    """
-    part = around.rng.choice([name for name, _ in plain.named_modules() if name])
-    if around.canonical:
-        part = ("stem", "tree", "head")[(len(part) + dist.get_rank()) % 3]
-    backward = around.rng.random() < 0.5
-
-    def fail(*_: Any) -> None:
-        raise _PlannedError
-
-    def fail_in_backward(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-        if out.requires_grad:
-            out.register_hook(fail)
-
-    x, hook = torch.ones(3, 4, dtype=torch.float64), fail_in_backward if backward else fail
-    handle = model.get_submodule(part).register_forward_hook(hook)
-    try:
-        model(x, 0).sum().backward()
-    except _PlannedError:
-        pass
-    finally:
-        handle.remove()
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    if around.canonical:
-        with torch.no_grad():
-            model(x, 0)
-
-
-class _PlannedError(Exception):
-    """What ``_fail`` raises."""
-
-
-def _evaluate(around: Around, model: Any, plain: Any, optimizers: list[Optimizer]) -> None:
-    """Compare a forward without gradients, in evaluation mode, with full parameters."""
-    x = torch.ones(3, 4, dtype=torch.float64)
-    with torch.no_grad(), unsharded(model):
-        torch.testing.assert_close(model.eval()(x, 0), plain(x, 0))
-    model.train()
-
-
-def _keep_zeros(around: Around, model: Any, plain: Any, optimizers: list[Optimizer]) -> None:
-    """Give all parameters that train gradients of zeros, as a first ``zero_grad`` of some do."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.requires_grad:
-                    param.grad = torch.zeros_like(param)
-
-
-_EVENTS: dict[str, Callable[[Around, Any, Any, list[Optimizer]], None]] = {
-    "reload": _reload,
-    "reload the optimizer": _reload_optimizer,
-    "write full parameters": _write_full,
-    "write shards": _write_shards,
-    "freeze": _freeze,
-    "change the reshard": _change_reshard,
-    "change placements": _change_placements,
-    "fail": _fail,
-    "evaluate": _evaluate,
-    "keep zeros": _keep_zeros,
-}

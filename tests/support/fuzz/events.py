@@ -1,0 +1,221 @@
+"""What a user's program does between steps, and between the micro-batches of a step.
+
+Each event changes both models alike, or neither.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from fullshard.sharding import FSDPModule, unsharded
+from support.fuzz.around import BEFORE, BETWEEN, ONE_AXIS, PLACED, TWO_LEVELS
+from support.fuzz.pair import Pair
+
+__all__ = ["before_micro_batch", "before_step"]
+
+SOME = StateDictOptions(strict=False)  # of what is not used, there is no state
+
+
+def before_step(pair: Pair) -> None:
+    """Do what the program does before a step."""
+    for name in pair.drawn.before[pair.step] if pair.drawn.before else ():
+        _BEFORE[name](pair)
+
+
+def before_micro_batch(pair: Pair, micro: int) -> None:
+    """Do what the program does before a micro-batch that is not the first of its step."""
+    name = pair.drawn.between[pair.step][micro - 1] if pair.drawn.between else ""
+    if name == "evaluate":
+        pair.compare_evaluations(8)
+    if name == "read":
+        pair.compare_parameters("between backwards")
+    if name == "freeze":
+        _freeze(pair)
+    if name == "fail":
+        _raise_somewhere(pair)
+        if pair.case.canonical:
+            with torch.no_grad():
+                pair.run.model(_ones(), 0)
+
+
+# -- before a step --------------------------------------------------------------------------------
+
+
+def _pick(pair: Pair) -> str:
+    return pair.rng.choice([name for name, _ in pair.oracle.model.named_parameters()])
+
+
+def _reload(pair: Pair) -> None:
+    """Save a state dict, damage the model and load it again."""
+    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+        saved = copy.deepcopy(get_state_dict(model, optimizer))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0).add_(7)
+        model_state, optim_state = saved
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=model_state,
+            optim_state_dict=optim_state,
+            options=SOME,
+        )
+    pair.oracle.norm = None
+
+
+def _reload_optimizer(pair: Pair) -> None:
+    """Load the optimizer's own state dict."""
+    optimizer = pair.run.optimizer
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    pair.oracle.norm = None
+
+
+def _write_full(pair: Pair) -> None:
+    """Change full parameters."""
+    name = _pick(pair)
+    mine, theirs = pair.models
+    with unsharded(mine, writeback=True):
+        _change(mine, name)
+    _change(theirs, name)
+
+
+def _write_shards(pair: Pair) -> None:
+    """Change shards."""
+    name = _pick(pair)
+    for model in pair.models:
+        _change(model, name)
+
+
+def _change(model: nn.Module, name: str) -> None:
+    with torch.no_grad():
+        model.get_parameter(name).mul_(0.5)
+
+
+def _freeze(pair: Pair) -> None:
+    """Freeze a parameter, or train one that was frozen by this."""
+    name = _pick(pair)
+    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+        param = model.get_parameter(name)
+        known = [each for group in optimizer.param_groups for each in group["params"]]
+        if any(param is each for each in known):
+            param.requires_grad_(not param.requires_grad)
+
+
+def _change_reshard(pair: Pair) -> None:
+    """Change whether parameters are freed after forward."""
+    for each in pair.run.model.modules():
+        if isinstance(each, FSDPModule):
+            each.set_reshard_after_forward(pair.rng.random() < 0.5, recurse=False)
+
+
+def _change_placements(pair: Pair) -> None:
+    """Change placements to those with the same shards."""
+    for family in (ONE_AXIS, TWO_LEVELS):
+        if pair.run.around.case.placements in family:
+            chosen = PLACED[pair.rng.choice(family)]
+            if not (pair.case.canonical and chosen.compute == ()):
+                pair.run.model.set_placements(chosen)
+
+
+def _fail(pair: Pair) -> None:
+    """Raise in a forward, or in a backward, on all ranks; drop the gradients.
+
+    In the canonical order ranks raise in different modules, and a forward follows.
+    """
+    _raise_somewhere(pair)
+    for optimizer in pair.optimizers:
+        optimizer.zero_grad()
+    if pair.case.canonical:
+        with torch.no_grad():
+            pair.run.model(_ones(), 0)
+
+
+def _raise_somewhere(pair: Pair) -> None:
+    """Raise in a module that runs, in a forward or in its backward."""
+    part = pair.rng.choice(_running(pair.oracle.model))
+    if pair.case.canonical:
+        part = ("stem", "tree", "head")[(len(part) + dist.get_rank()) % 3]
+    backward = pair.rng.random() < 0.5
+
+    def fail(*_: Any) -> None:
+        raise _PlannedError
+
+    def fail_in_backward(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        if not out.requires_grad:
+            raise _PlannedError
+        out.register_hook(fail)
+
+    hook = fail_in_backward if backward else fail
+    handle = pair.run.model.get_submodule(part).register_forward_hook(hook)
+    try:
+        pair.run.model(_ones(), 0).sum().backward()
+    except _PlannedError:
+        return
+    finally:
+        handle.remove()
+    raise AssertionError(f"{part} did not run")
+
+
+def _running(model: nn.Module) -> list[str]:
+    """Return the modules that a forward runs, the root left out."""
+    names: list[str] = []
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: names.append(name))
+        for name, module in model.named_modules()
+        if name
+    ]
+    with torch.no_grad():
+        model(_ones(), 0)
+    for hook in hooks:
+        hook.remove()
+    return names
+
+
+def _ones() -> torch.Tensor:
+    return torch.ones(3, 4, dtype=torch.float64)
+
+
+class _PlannedError(Exception):
+    """What ``_raise_somewhere`` raises."""
+
+
+def _evaluate(pair: Pair) -> None:
+    """Compare a forward without gradients, in evaluation mode, with full parameters."""
+    model, computing = pair.run.model, pair.oracle.computing()
+    x = _ones()
+    with torch.no_grad(), unsharded(model):
+        dtype = torch.float32 if pair.drawn.mixed else torch.float64
+        torch.testing.assert_close(model.eval()(x, 0), computing(x.to(dtype), 0))
+    model.train()
+
+
+def _keep_zeros(pair: Pair) -> None:
+    """Give all parameters that train gradients of zeros, as a first ``zero_grad`` of some do."""
+    for optimizer in pair.optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.requires_grad:
+                    param.grad = torch.zeros_like(param)
+
+
+_BEFORE: dict[str, Callable[[Pair], None]] = {
+    "reload": _reload,
+    "reload the optimizer": _reload_optimizer,
+    "write full parameters": _write_full,
+    "write shards": _write_shards,
+    "freeze": _freeze,
+    "change the reshard": _change_reshard,
+    "change placements": _change_placements,
+    "fail": _fail,
+    "evaluate": _evaluate,
+    "keep zeros": _keep_zeros,
+}
+assert tuple(_BEFORE) == BEFORE
+assert {*BETWEEN} == {"", "evaluate", "read", "fail", "freeze"}

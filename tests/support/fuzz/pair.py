@@ -1,0 +1,111 @@
+"""The sharded run and the unsharded one, side by side."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from support.fuzz.around import Around, AroundCase
+from support.fuzz.case import FuzzCase
+from support.fuzz.model import inputs_of, loss_of, optimizer_of, sharded
+from support.fuzz.oracle import Oracle
+from support.parity.compare import Tolerance, assert_equal, full
+
+__all__ = ["Pair", "ShardedRun"]
+
+
+class ShardedRun(NamedTuple):
+    """A sharded model, its optimizer, and what is around them."""
+
+    around: Around
+    model: Any
+    optimizer: Any
+
+
+class Pair:
+    """Both runs of one case.
+
+    Attributes:
+        case: the case.
+        drawn: what is around the first sharded run.
+        folder: for files.
+        run: the sharded run; state may move into another one.
+        oracle: the unsharded run.
+        rng: draws details of events, alike on all ranks.
+        step: the number of the step.
+    """
+
+    def __init__(self, case: FuzzCase, drawn: AroundCase, folder: Path) -> None:
+        self.case, self.drawn, self.folder = case, drawn, folder
+        self.run = self.build(drawn)
+        self.oracle = Oracle(case, drawn)
+        self.rng = random.Random(f"events {case.seed}")
+        self.step = 0
+
+    def build(self, drawn: AroundCase) -> ShardedRun:
+        """Return a new sharded run."""
+        around = Around(drawn, self.case, self.folder)
+        model = sharded(self.case, around)
+        optimizer = around.wrap(optimizer_of(model, self.case, drawn), model)
+        return ShardedRun(around, model, optimizer)
+
+    def shared_folder(self, name: str) -> Path:
+        """Return a new folder that all ranks see."""
+        found: list[Any] = [str(self.folder / name)]
+        dist.broadcast_object_list(found, src=0)
+        return Path(found[0])
+
+    @property
+    def models(self) -> tuple[Any, nn.Module]:
+        """The sharded model and the other."""
+        return self.run.model, self.oracle.model
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, Optimizer]:
+        """The optimizers of both."""
+        return self.run.optimizer, self.oracle.optimizer
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """How far apart rounding may bring both."""
+        dtype = torch.float32 if self.drawn.mixed else None
+        return Tolerance(units=256 * (self.step + 1), overrides=dtype)
+
+    def loss(self, micro: int) -> torch.Tensor:
+        """Return the loss of this rank's part of a micro-batch, of the sharded model."""
+        inputs = inputs_of(self.case, dist.get_rank(), self.step, micro)
+        return loss_of(self.run.model, inputs)
+
+    def pairs(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+        """Return each parameter of the sharded model, and that of the other."""
+        mine, theirs = self.models
+        for (name, param), other in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+            yield name, param, other
+
+    def compare_gradients(self, what: str) -> None:
+        """Compare the gradients of both."""
+        pairs = list(self.pairs())
+        got = {n: None if a.grad is None else full(a.grad) for n, a, _ in pairs}
+        want = {n: b.grad for n, _, b in pairs}
+        assert_equal(got, want, self.tolerance, f"gradients, {what}")
+
+    def compare_parameters(self, what: str) -> None:
+        """Compare the parameters of both."""
+        pairs = list(self.pairs())
+        got = {n: full(a) for n, a, _ in pairs}
+        want = {n: b.detach() for n, _, b in pairs}
+        assert_equal(got, want, self.tolerance, f"parameters, {what}")
+
+    def compare_evaluations(self, micro: int) -> None:
+        """Compare the losses of forwards without gradients."""
+        inputs = inputs_of(self.case, dist.get_rank(), self.step, micro)
+        with torch.no_grad():
+            got, want = loss_of(self.run.model, inputs), self.oracle.loss(inputs)
+        torch.testing.assert_close(got, want)
