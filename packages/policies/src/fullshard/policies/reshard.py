@@ -12,7 +12,7 @@ __all__ = ["KeepUnsharded", "ReshardAlways", "ReshardExceptRoot"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardExceptRoot:
-    """Reshard after forward all but the root, whose backward comes at once. The default."""
+    """Reshard after forward all but the root, whose backward comes at once, as by default."""
 
     def after_forward(self, is_root: bool) -> bool:
         """Return whether the module is not the root."""

@@ -172,8 +172,9 @@ class ReducePlan:
     def launch(self, gradients: list[torch.Tensor | None]) -> ReduceInFlight:
         """Launch the reduction of gradients that fit the layout, and return it in flight.
 
-        Ranks that share memory read the gradients in place. Otherwise they are packed, and the list
-        is emptied before there is memory for the result. See ``foreach_reduce``.
+        Ranks that share memory write the parts of other ranks there, and add their own part from
+        the gradients. Otherwise gradients are packed, and the list is emptied before there is
+        memory for the result. See ``foreach_reduce``.
         """
         layout, config, streams = self.sent, self.config, self.config.streams
         with named_range("post_backward_reduce", config.name) if is_profiled() else NOTHING:

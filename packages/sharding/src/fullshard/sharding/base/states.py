@@ -90,7 +90,7 @@ class LeaseKind(Enum):
     """A forward inside a backward ended; returned by the post-backward that it was run for."""
 
     GRAPH = "graph"
-    """Kept by a forward for its backward; returned by that or when its graph dies."""
+    """Kept by a forward for its backward; returned by that, with its graph, or in a later step."""
 
     BACKWARD = "backward"
     """From pre-backward to post-backward."""

@@ -62,7 +62,7 @@ class ReduceSettings:
         process_group: the ranks of the mesh's shard axis.
         divide_factor: what divides the sum, or a tensor that holds it then; None: the world size.
         force_sum: whether the backend is asked for sums only.
-        inputs_in_flight: how many packed inputs may be alive at once.
+        inputs_in_flight: how many reductions travel at once, and so how many packed inputs.
         zero_unused: whether a parameter that no rank used gets zeros instead of no gradient.
         cap_mb: MiB of small reductions that may share a launch; 0: each has its own.
         hook: called with each reduced buffer.
@@ -210,7 +210,7 @@ class ReductionQueue:
     def __init__(self) -> None:
         """Start empty."""
         self._pending: list[_Pending] = []
-        self._travelling: deque[_Pending] = deque()  # reductions with their own inputs
+        self._travelling: deque[_Pending] = deque()  # those that are not over
         self._sealed = 0
 
     def __len__(self) -> int:

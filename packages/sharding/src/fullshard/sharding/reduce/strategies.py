@@ -43,14 +43,14 @@ __all__ = [
 Gradients = list[torch.Tensor | None]
 """Per parameter of a reduction the full gradient; None where this rank has none.
 
-The launch of the reduction empties the list, so that the gradients are freed.
+A launch that packs the gradients empties the list, so that they are freed.
 """
 
 InFlight = ReduceInFlight | AllReduceInFlight
 """A reduction in flight, whatever follows its reduce-scatter."""
 
 Launch = Callable[[Gradients], InFlight]
-"""Launches a reduction, empties the list of gradients, and returns what is in flight."""
+"""Launches a reduction of a list of gradients, and returns what is in flight."""
 
 
 class PlainReduce:
