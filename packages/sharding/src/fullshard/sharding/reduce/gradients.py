@@ -182,9 +182,9 @@ class GroupGradients(ReductionSetups):
             self._stash()
         if self.reduced:
             self._trained_before.clear()
-        elif self.in_backward:
-            self.in_unsynced_backward = True
+        elif not self.reduces:  # also if only other ranks used the group
             self._trained_before.add(self._trainable())
+        self.in_unsynced_backward |= self.in_backward and not self.reduced
         if self.strategy.has_second_reduction:
             self.strategy.end_of_backward()
         self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
@@ -203,6 +203,8 @@ class GroupGradients(ReductionSetups):
         still_to_reduce, unannounced = self.grads_after_reduce, self.unannounced
         if self.reduced and not still_to_reduce and self.waiting:
             return
+        if self.in_backward and not self.reduced:
+            self._trained_before.add(self._trainable())
         self.end_of_backward()
         self.in_unsynced_backward |= still_to_reduce
         self.unannounced = unannounced
@@ -259,8 +261,6 @@ class GroupGradients(ReductionSetups):
         Returns:
             The gradients, and of each parameter whether it requires a gradient now.
         """
-        if self._replacements != self._generation.replacements:
-            self._look()
         trainable = self._trainable()
         if self._sums:
             if self.survives_errors:
@@ -278,6 +278,9 @@ class GroupGradients(ReductionSetups):
         return found, trainable
 
     def _trainable(self) -> tuple[bool, ...]:
+        """Return of each parameter whether it requires a gradient now."""
+        if self._replacements != self._generation.replacements:
+            self._look()
         with without_torch_function():
             return tuple(map(_requires_grad, self._own))
 
