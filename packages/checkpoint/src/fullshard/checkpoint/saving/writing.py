@@ -345,7 +345,8 @@ def _remove_files_of(folder: Path, prefix: str, names: Iterable[str]) -> None:
         names: of the files that are known to be complete. They are removed also if the process has
             no file descriptor left to list the folder; the next save removes the others then.
     """
-    with suppress(OSError):
-        names = [path.name for path in folder.glob(f"{prefix}*")]
-    for name in names:
+    found = set(names)
+    with suppress(OSError):  # Python 3.12 lists nothing in its place
+        found.update(path.name for path in folder.glob(f"{prefix}*"))
+    for name in found:
         (folder / name).unlink(missing_ok=True)
