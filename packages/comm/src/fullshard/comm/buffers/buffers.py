@@ -94,6 +94,51 @@ class Buffer:
         return views.mask_view(self.tensor, self.layout)
 
 
+class BufferSource:
+    """Where buffers of collectives come from: new memory each time, of the collective's allocate.
+
+    ``BufferPool`` gives the same again instead.
+    """
+
+    def take(self, comm: BufferMemory, layout: Layout, rank: int, device: torch.device) -> Buffer:
+        """A buffer for ``layout``; its contents may be anything.
+
+        Args:
+            comm: whose ``allocate`` new memory comes from.
+            layout: where things lie.
+            rank: whose slice is this process's own.
+            device: where the memory is.
+
+        Raises:
+            TypeError: if ``allocate`` gave no tensor.
+            ValueError: if the tensor has a wrong size, dtype, device or alignment.
+        """
+        spec = layout.buffer
+        numel = spec.slice_numel * layout.world_size
+        tensor = allocate_from(comm, numel, dtype=spec.dtype, device=device)
+        return Buffer(tensor, layout, rank)
+
+    def release(
+        self,
+        buffer: Buffer,
+        streams: CommStreams,
+        owner: Stream,
+        after: StreamEvent | None = None,
+        *,
+        keep: int = 0,
+    ) -> None:
+        """End the use of a buffer: its memory goes back to the stream that allocated it.
+
+        Args:
+            buffer: the buffer of a finished collective.
+            streams: the streams of the collective.
+            owner: the stream that allocated it.
+            after: the last use; None: the present end of the current stream.
+            keep: see ``CommStreams.retire``.
+        """
+        streams.retire(buffer.tensor, owner, after or streams.record(), keep=keep)
+
+
 class BlockPool:
     """Blocks of memory, ``[n]`` uint8, for use one after the other on devices without streams.
 
@@ -133,55 +178,7 @@ class BlockPool:
         return sum(block.numel() for block in self.free)
 
 
-class BufferSource(BlockPool):
-    """Where buffers of collectives come from: new memory each time, of the collective's allocate.
-
-    ``BufferPool`` gives the same again instead, from the blocks of the pool.
-    """
-
-    def take(self, comm: BufferMemory, layout: Layout, rank: int, device: torch.device) -> Buffer:
-        """A buffer for ``layout``; its contents may be anything.
-
-        Args:
-            comm: whose ``allocate`` new memory comes from.
-            layout: where things lie.
-            rank: whose slice is this process's own.
-            device: where the memory is.
-
-        Raises:
-            TypeError: if ``allocate`` gave no tensor.
-            ValueError: if the tensor has a wrong size, dtype, device or alignment.
-        """
-        spec = layout.buffer
-        numel = spec.slice_numel * layout.world_size
-        tensor = allocate_from(comm, numel, dtype=spec.dtype, device=device)
-        return Buffer(tensor, layout, rank)
-
-    def release(
-        self,
-        buffer: Buffer,
-        streams: CommStreams,
-        owner: Stream,
-        after: StreamEvent | None = None,
-        *,
-        keep: int = 0,
-    ) -> None:
-        """End the use of a buffer: its memory goes back to the pool or the stream that owns it.
-
-        Args:
-            buffer: the buffer of a finished collective.
-            streams: the streams of the collective.
-            owner: the stream that allocated it.
-            after: the last use; None: the present end of the current stream.
-            keep: see ``CommStreams.retire``.
-        """
-        if buffer.block is not None:
-            self.put_back(buffer.block)
-        else:
-            streams.retire(buffer.tensor, owner, after or streams.record(), keep=keep)
-
-
-class BufferPool(BufferSource):
+class BufferPool(BlockPool, BufferSource):
     """A few blocks of memory that collectives use one after the other, with their views.
 
     An ``allocate`` of a user may have to return a new buffer each time, so only collectives that
@@ -213,6 +210,21 @@ class BufferPool(BufferSource):
     def dropped(self, block: torch.Tensor) -> None:
         """Drop the views of a removed block."""
         del self._made[id(block)]
+
+    def release(
+        self,
+        buffer: Buffer,
+        streams: CommStreams,
+        owner: Stream,
+        after: StreamEvent | None = None,
+        *,
+        keep: int = 0,
+    ) -> None:
+        """Keep the block of ``buffer`` for the next one, if it is a block of a pool."""
+        if buffer.block is not None:
+            self.put_back(buffer.block)
+        else:
+            super().release(buffer, streams, owner, after, keep=keep)
 
 
 def allocate_from(
