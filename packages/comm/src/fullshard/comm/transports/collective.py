@@ -203,7 +203,10 @@ class Collective(BufferMemory):
     """
 
     def __init__(self, comm: AllGather | ReduceScatter) -> None:
-        """Adapt ``comm``, which has the methods of its interface."""
+        """Adapt ``comm``, which has the methods of its interface, as it is now.
+
+        A transport or allocator that is assigned to it later is not seen.
+        """
         self._comm = comm
         self._mover: object = comm  # for messages
         self._moves: Transport | None = None  # called in place of the collective
