@@ -181,7 +181,7 @@ MUTATIONS = [
         program="accumulated",
     ),
     M(
-        reduction._Pending,
+        reduction._LaunchedReduction,
         "store_early",
         "self.in_flight.wait()",
         "self.in_flight._reduction.wait()",

@@ -64,7 +64,7 @@ LEFT_OUT: dict[Site, str] = {
     ),
     (
         "FSDPParamGroup.wait_for_unshard",
-        "self.gathering.wait(Holders(user_may_write, no_graph_alias=not self._live))",
+        "self.gathering.finish_gather(Holders(user_may_write, no_graph_alias=not self._live))",
     ): _FOUND,
     ("_commit", "streams.record()"): _EARLY,
     ("_commit", "streams.current().wait_event(done)"): _EARLY,
@@ -103,8 +103,8 @@ KEPT: dict[Site, str] = {
     ("SecondReduceInFlight", "_second"): _FLIGHT,
     ("TwoLevelInputs", "_full"): _VIEWS,
     ("FullTensors", "_rows"): _VIEWS + "; padding is used by the current stream alone",
-    ("_Pending", "in_flight"): _FLIGHT,
-    ("_Pending", "staged"): "gradients of their parameters soon, used by the current stream alone",
+    ("_LaunchedReduction", "in_flight"): _FLIGHT,
+    ("_LaunchedReduction", "staged"): "gradients soon, used by the current stream alone",
 }
 """By class and attribute, what keeps memory while something is in flight; who answers for it."""
 

@@ -151,7 +151,7 @@ class LeasedParams(FullParams):
         self.group.gathering.drop_copies()
         self.group.leases.add(LeaseKind.BLOCK, self._owner)
         self.group.shared.streams.synchronize_with_current()  # which may have changed shards
-        self.group.gathering.unshard(async_op=True)
+        self.group.gathering.launch_gather(async_op=True)
         if not self.holds:
             self.group.wait_for_unshard()
             self.release()

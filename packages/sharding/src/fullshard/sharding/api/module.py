@@ -154,7 +154,7 @@ class FSDPModule(CommSettings, StepSettings, _Original):
         if not isinstance(slow_ranks, SlowRanks | None):
             raise TypeError(f"slow_ranks is {slow_ranks!r}; pass a SlowRanks, or None")
         report = None if slow_ranks is None else slow_ranks.report()
-        steps = initialised_state(self).context.steps
+        steps = initialised_state(self).context.backwards_ended
         return statistics_of(the_states(self, recurse=True), steps, report)
 
     def reset_statistics(self) -> None:

@@ -39,6 +39,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -118,7 +119,7 @@ class Call:
 
     Attributes:
         recompute: whether it runs inside a backward.
-        steps: how many backwards had ended when it began.
+        backwards_before: how many backwards had ended when it began.
         leased: for how many of the module's groups it holds a FORWARD lease.
         entered: whether it counts in the root's forward.
         forward_pass: the forward that a backward may follow; absent where gradients are off.
@@ -130,7 +131,7 @@ class Call:
     """
 
     recompute: bool
-    steps: int
+    backwards_before: int
     leased: int = 0
     entered: bool = False
     forward_pass: ForwardPass | None = None
@@ -141,27 +142,33 @@ class Call:
     others: Sequence[torch.Tensor] = ()
 
     def watch_inputs(
-        self, forward_pass: ForwardPass, hook: _Hook, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        post_backward: _Hook,
+        forward_pass: ForwardPass,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the inputs, passed through a node whose backward calls ``hook`` with gradients.
+        """Return the inputs, passed through a node whose backward calls ``post_backward``.
 
+        ``post_backward`` is called with the forward pass and the gradients of the inputs.
         Inputs of which none requires a gradient come back as they are: then the end of backward
         ends the pass.
         """
         self.forward_pass = forward_pass
         forward_pass.calls += 1
+        hook = partial(post_backward, forward_pass)
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as most are called
             if not args[0].requires_grad:
                 self.others = args
                 return args, kwargs
-            if self._pass_view(forward_pass, hook, args[0]):
+            if self._watch_single(forward_pass, hook, args[0]):
                 return (self.view,), kwargs
         found = tensors_in((args, kwargs))
         self.others = [tensor for tensor in found if not tensor.requires_grad]
         tensors = [tensor for tensor in found if tensor.requires_grad]
         if not tensors:
             return args, kwargs
-        if len(tensors) == 1 and self._pass_view(forward_pass, hook, tensors[0]):
+        if len(tensors) == 1 and self._watch_single(forward_pass, hook, tensors[0]):
             passed: Sequence[Any] = [self.view]
         else:
             passed = _PostBackward.apply(hook, *tensors)  # type: ignore[no-untyped-call]  # torch: untyped
@@ -170,7 +177,7 @@ class Call:
         args, kwargs = map_tensors(lambda tensor: by_id.get(id(tensor), tensor), (args, kwargs))
         return args, kwargs
 
-    def _pass_view(self, forward_pass: ForwardPass, hook: _Hook, tensor: torch.Tensor) -> bool:
+    def _watch_single(self, forward_pass: ForwardPass, hook: _Hook, tensor: torch.Tensor) -> bool:
         """Make a view of ``tensor`` whose backward calls ``hook``; return whether it could.
 
         A subclass may return what it likes for a view, and a tensor made in inference mode has
@@ -185,16 +192,19 @@ class Call:
         self.view, self.version = view, version_of(view)
         return True
 
-    def watch_output(self, forward_pass: ForwardPass, hook: _Hook, output: Any) -> bool:
-        """Make the first gradient that reaches what the forward did call ``hook``.
+    def watch_output(self, pre_backward: _Hook, output: Any) -> ForwardPass | None:
+        """Make the first gradient that reaches what the forward did call ``pre_backward``.
 
         The hook comes before those of the modules inside: a module that ranks skip may be the last
         inside, and only then do this module and the one before have one output.
 
         Returns:
-            Whether there may be one: whether any tensor that forward returned or changed requires
-            a gradient.
+            The forward pass if a backward may follow it: if any tensor that forward returned or
+            changed requires a gradient. ``pre_backward`` is called with it.
         """
+        forward_pass = self.forward_pass
+        if forward_pass is None:
+            return None
         if type(output) is torch.Tensor:  # as most return
             tensors = [output] if output.requires_grad else []
         else:
@@ -205,12 +215,13 @@ class Call:
             if self.view is not None and version_of(self.view) != self.version:
                 forward_pass.calls += 1  # more than are ever reached: its node is lost
                 tensors.append(self.view)
+        hook = partial(pre_backward, forward_pass)
         for tensor in tensors:
             add_tensor_hook(tensor, hook)
             node = node_made_since(tensor, forward_pass.first_node)
             if node is not None:  # a view, which its user may change in place
                 node.register_prehook(hook)
-        return bool(tensors)
+        return forward_pass if tensors else None
 
 
 class _PostBackward(torch.autograd.Function):

@@ -139,15 +139,18 @@ class Leases:
         """Add a lease."""
         self.out.setdefault(kind, []).append(owner)
 
-    def add_in_place_of_prefetch(self, kind: LeaseKind, owner: int = 0) -> None:
-        """Add a lease, which replaces PREFETCH, KEPT and USER leases."""
+    def claim(self, kind: LeaseKind, owner: int = 0) -> None:
+        """Add the lease of a module, and drop the leases that held the group until its use.
+
+        These are PREFETCH, KEPT and USER leases.
+        """
         out = self.out
         for ahead in _AHEAD if out else ():
             out.pop(ahead, None)
         out.setdefault(kind, []).append(owner)
 
     def add_once(self, kind: LeaseKind, owner: int = 0) -> None:
-        """Add a lease unless it exists already: of all kinds but those that modules claim."""
+        """Add a lease unless it exists already: of all kinds but those of ``claim``."""
         if owner not in self.out.setdefault(kind, [owner]):
             self.out[kind].append(owner)
 

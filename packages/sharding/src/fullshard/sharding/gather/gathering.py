@@ -270,14 +270,14 @@ class Gathering:
         self._prepared = self._strategy = self._finishes = None
         return True
 
-    def note(self) -> None:
+    def watch_writes(self) -> None:
         """Begin to watch full parameters that no module uses now."""
         if self.state is _UNSHARDED:
-            self.swap.note()
+            self.swap.watch_writes()
 
-    def changed(self) -> list[str]:
+    def stop_watching(self) -> list[str]:
         """End that, and return those that a user changed, which their shards do not know."""
-        changed = self.swap.changed()
+        changed = self.swap.stop_watching()
         if changed and self._prepared is not None:
             self._prepared.memory.put_back()
         return changed
@@ -294,7 +294,7 @@ class Gathering:
             raise illegal_transition(self.state, after, self.name)
         self.state = after
 
-    def unshard(self, *, async_op: bool = False) -> bool:
+    def launch_gather(self, *, async_op: bool = False) -> bool:
         """Launch the gather unless full parameters exist; return whether one was launched."""
         if self.state is _UNSHARDED or self.state is _UNSHARDING:
             if self._watch.sums:
@@ -314,7 +314,7 @@ class Gathering:
         if LISTENERS or DEBUGGED or self._watch.sums:
             self.announce(strategy)
         launch = strategy.launch_of(self.config)
-        self.begin(launch(self.config, async_op=async_op), strategy)
+        self.set_in_flight(launch(self.config, async_op=async_op), strategy)
         return True
 
     def _use_full(self) -> None:
@@ -333,14 +333,14 @@ class Gathering:
         if self._watch.sums or DEBUGGED:
             self._watch.copied(self.params, kept=strategy.inputs.has_copies)
 
-    def begin(self, in_flight: object, finishes: FinishesGather) -> None:
+    def set_in_flight(self, in_flight: object, finishes: FinishesGather) -> None:
         """Take part in a gather that was launched, and that ``finishes`` ends."""
         self.in_flight, self._finishes = in_flight, finishes
         self._gathered_of = self._generation.number
         self.gathers += 1
         self._become(_UNSHARDING)
 
-    def wait(self, holders: Holders) -> None:
+    def finish_gather(self, holders: Holders) -> None:
         """Finish the gather: the modules hold full parameters after it."""
         self._user_wrote |= holders.user_may_write
         in_flight, self.in_flight = self.in_flight, None

@@ -93,7 +93,7 @@ class Bucket:
         for group in ahead_of:
             group.leases.add_once(LeaseKind.PREFETCH)
         for each, _, _ in self._made_of:
-            each.begin(in_flight, self)
+            each.set_in_flight(in_flight, self)
         return True
 
     def finish(self, in_flight: AllGatherInFlight, holders: Holders) -> None:

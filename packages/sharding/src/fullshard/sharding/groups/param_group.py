@@ -24,7 +24,7 @@ from fullshard.sharding.gather.strategy import Holders
 from fullshard.sharding.params.lookup import owner_of
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.reduce.gradients import GroupGradients
-from fullshard.sharding.reduce.reduction import ReadyReductions, SharedComm
+from fullshard.sharding.reduce.reduction import ReadyReductions, RootComm
 
 __all__ = ["FSDPParamGroup", "group_of"]
 
@@ -51,7 +51,7 @@ class FSDPParamGroup:
         end_raised_backward: ends a backward of the root that raised, if nothing is in progress.
     """
 
-    def __init__(self, params: Sequence[FSDPParam], policies: Policies, shared: SharedComm) -> None:
+    def __init__(self, params: Sequence[FSDPParam], policies: Policies, shared: RootComm) -> None:
         """Start sharded, and communicates through what its module shares until a root is found.
 
         Args:
@@ -88,7 +88,7 @@ class FSDPParamGroup:
         self._live: set[weakref.ref[ForwardPass]] = set()  # a WeakSet's methods are in Python
         self._refreshed_in_this_forward = False
         self._begun: list[ForwardPass] = []  # those that the present backward reached
-        self._noted = False  # whether full parameters are read-only now
+        self._watches_writes = False  # whether full parameters are read-only now
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class FSDPParamGroup:
         """Give it its name: the full name of its module."""
         self.name = self.gathering.name = self.gradients.name = name
 
-    def share(self, shared: SharedComm) -> None:
+    def share(self, shared: RootComm) -> None:
         """Make the group run on the streams of its root and queue its reductions there."""
         self.shared = shared
         self.gathering.share(shared.streams, shared.source)
@@ -124,7 +124,7 @@ class FSDPParamGroup:
     def wait_for_unshard(self) -> None:
         """Finish the gather: the modules hold full parameters after it."""
         user_may_write = not _WRITERS.isdisjoint(self.leases.out)
-        self.gathering.wait(Holders(user_may_write, no_graph_alias=not self._live))
+        self.gathering.finish_gather(Holders(user_may_write, no_graph_alias=not self._live))
 
     def reshard_if_unheld(self) -> None:
         """Reshard if the group has no lease."""
@@ -143,7 +143,7 @@ class FSDPParamGroup:
         """
         if self.generation.data_was_set:
             self.gathering.swap.require_own_data()
-        if self._noted:
+        if self._watches_writes:
             self._require_unchanged()
         if self.gathering.swap.replaced and not self.copied:
             self.adopt_registered()
@@ -157,9 +157,9 @@ class FSDPParamGroup:
         self._refreshed_in_this_forward = True
 
     def _require_unchanged(self) -> None:
-        """Raise if a user changed full parameters since ``_note()``."""
-        self._noted = False
-        changed = self.gathering.changed()
+        """Raise if a user changed full parameters since ``_watch_writes()``."""
+        self._watches_writes = False
+        changed = self.gathering.stop_watching()
         if changed:
             self.leases.drop(LeaseKind.KEPT)
             self.reshard_if_unheld()
@@ -186,9 +186,9 @@ class FSDPParamGroup:
         """
         if not recompute:
             self.refresh()
-        elif self._noted:
+        elif self._watches_writes:
             self._require_unchanged()
-        self.leases.add_in_place_of_prefetch(LeaseKind.FORWARD)
+        self.leases.claim(LeaseKind.FORWARD)
 
     def begin_backward(self, forward_pass: ForwardPass) -> None:
         """Hold the group for the backward of a forward.
@@ -196,9 +196,9 @@ class FSDPParamGroup:
         Raises:
             RuntimeError: if full parameters were changed while they were read-only.
         """
-        if self._noted:
+        if self._watches_writes:
             self._require_unchanged()
-        self.leases.add_in_place_of_prefetch(LeaseKind.BACKWARD, forward_pass.number)
+        self.leases.claim(LeaseKind.BACKWARD, forward_pass.number)
         self._begun.append(forward_pass)
         self.gradients.in_backward = True
 
@@ -219,18 +219,18 @@ class FSDPParamGroup:
         """Take the lease of a forward that keeps the group for its backward."""
         self.gathering.kept_by_graphs = True
         self.leases.add_once(LeaseKind.GRAPH, number)
-        self._note()
+        self._watch_writes()
 
     def keep(self) -> None:
         """Take a lease without a holder: the group stays unsharded for its next use."""
         self.leases.add_once(LeaseKind.KEPT)
-        self._note()
+        self._watch_writes()
 
-    def _note(self) -> None:
+    def _watch_writes(self) -> None:
         """Watch full parameters that no module uses now."""
         if _WRITERS.isdisjoint(self.leases.out):
-            self._noted = True
-            self.gathering.note()
+            self._watches_writes = True
+            self.gathering.watch_writes()
 
     def release(self, kind: LeaseKind, owner: int = 0) -> None:
         """Return a lease; reshard when none is left."""
@@ -247,7 +247,7 @@ class FSDPParamGroup:
         self.leases.add_once(LeaseKind.PREFETCH)
         if LISTENERS:
             emit(EventKind.PREFETCH, self.name, rank=self.rank)
-        return self.gathering.unshard(async_op=True)
+        return self.gathering.launch_gather(async_op=True)
 
     def unshard_by_hand(self, *, async_op: bool) -> None:
         """Gather for a user; the next forward or backward that uses the group takes over."""
@@ -255,7 +255,7 @@ class FSDPParamGroup:
             self.refresh()
             self.gathering.drop_copies()
             self.leases.add_once(LeaseKind.USER)
-        self.gathering.unshard(async_op=async_op)
+        self.gathering.launch_gather(async_op=async_op)
 
     def reshard(self) -> None:
         """Return what all hold but a forward or backward.
@@ -263,7 +263,7 @@ class FSDPParamGroup:
         Raises:
             RuntimeError: if full parameters were changed while they were read-only.
         """
-        if self._noted:
+        if self._watches_writes:
             self._require_unchanged()
         kept = (LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.STEP, LeaseKind.KEPT)
         self.drop_leases(*_WRITERS, *kept)
@@ -309,11 +309,10 @@ class FSDPParamGroup:
         Reshards if no lease is left. ``keep``: the group stays unsharded, under a KEPT lease.
         """
         self.leases.release(LeaseKind.GRAPH, number)
-        self.leases.release(LeaseKind.BACKWARD, number)
         self.leases.release(LeaseKind.RECOMPUTE)
         if keep and self.gathering.state is ShardedState.UNSHARDED:
             self.keep()
-        self.reshard_if_unheld()
+        self.release(LeaseKind.BACKWARD, number)
 
     def pop_in_turn(self) -> ReadyReductions:
         """Return the reductions of all gradients, or of zeros where there are none."""
@@ -329,10 +328,30 @@ class FSDPParamGroup:
             keep: the group stays unsharded, if backward reached it.
             keep_ahead: a gather ahead of use that no module claimed stays for the next backward.
         """
-        begun, self._begun = self._begun, []
+        gradients, leases = self.gradients, self.leases
         unsharding = self.gathering.state is ShardedState.UNSHARDING
-        if unsharding or not (self.gradients.in_backward or keep):
-            self.leases.drop(LeaseKind.USER)  # else it was taken after this backward was done
+        if unsharding or not (gradients.in_backward or keep):
+            leases.drop(LeaseKind.USER)  # else it was taken after this backward was done
+        self._close_begun_passes()
+        if leases.out:
+            leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE)
+            if not keep_ahead:
+                leases.drop(LeaseKind.PREFETCH)
+        if gradients.unannounced:  # the graph that holds it may live on, and hide the gradients
+            leases.drop(LeaseKind.GRAPH, LeaseKind.KEPT)
+        if gradients.reduced and not gradients.grads_after_reduce:
+            if self.gathering.state is not ShardedState.SHARDED:
+                self.release_backward(0, keep=keep)
+            return ()
+        reached = gradients.in_backward or gradients.in_unsynced_backward
+        reached = reached or gradients.waiting or gradients.strategy.owes
+        ready = gradients.pop_ready(reduce=reached)
+        self.release_backward(0, keep=reached and keep)
+        return ready
+
+    def _close_begun_passes(self) -> None:
+        """End the passes that backward reached but did not leave through a module's inputs."""
+        begun, self._begun = self._begun, []
         outstanding, still_open = self.generation.outstanding, False
         for each in begun:  # the first group of a pass in tied groups has closed it for all of them
             if each.in_backward or each.number in outstanding:
@@ -340,24 +359,8 @@ class FSDPParamGroup:
                 each.close()
                 outstanding.discard(each.number)
                 self.leases.release(LeaseKind.GRAPH, each.number)
-        if self.leases.out:
-            self.leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE)
-            if not keep_ahead:
-                self.leases.drop(LeaseKind.PREFETCH)
         if still_open and LISTENERS:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
-        gradients = self.gradients
-        if gradients.unannounced:  # the graph that holds it may live on, and hide the gradients
-            self.leases.drop(LeaseKind.GRAPH, LeaseKind.KEPT)
-        ready: ReadyReductions = ()
-        if not gradients.reduced or gradients.grads_after_reduce:
-            reached = gradients.in_backward or gradients.in_unsynced_backward
-            reached = reached or gradients.waiting or gradients.strategy.owes
-            ready, keep = gradients.pop_ready(reduce=reached), reached and keep
-        elif self.gathering.state is ShardedState.SHARDED:
-            return ready
-        self.release_backward(0, keep=keep)
-        return ready
 
     def reset(self) -> bool:
         """Return to a clean sharded state, and whether earlier gradients were dropped."""

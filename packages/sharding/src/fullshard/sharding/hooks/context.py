@@ -55,7 +55,7 @@ from fullshard.sharding.hooks.schedule import (
     keep_copies_within_step,
 )
 from fullshard.sharding.hooks.transforms import set_apart
-from fullshard.sharding.reduce.reduction import SharedComm
+from fullshard.sharding.reduce.reduction import RootComm
 
 __all__ = ["RootContext"]
 
@@ -69,7 +69,7 @@ class RootContext:
         groups: every group under the root, each once.
         record: what ran.
         schedule: when groups communicate.
-        steps: backwards that ended.
+        backwards_ended: how many backwards ended.
         post_optim_event: what the next forward's gathers wait for, instead of the current stream.
         is_last_backward: whether the end of the next backward waits for reductions.
         finalizes_by_hand: whether only ``finalize_backward`` finishes groups.
@@ -77,17 +77,17 @@ class RootContext:
 
     def __init__(self, device: torch.device) -> None:
         """Start with no module."""
-        self.shared = SharedComm.of(device)
+        self.shared = RootComm.of(device)
         self.states: tuple[ShardedModule, ...] = ()
         self.groups: tuple[FSDPParamGroup, ...] = ()
         self.is_last_backward = True
         self.finalizes_by_hand = False
-        self.steps = self._depth = 0
+        self.backwards_ended = self._depth = 0
         self.post_optim_event: torch.Event | None = None
         self._fallible: tuple[FSDPParamGroup, ...] = ()
         self._frame: FrameType | None = None  # what called the outermost forward
-        # the end of the backward in progress, or of one that raised: then the engine dropped it
-        self._end: weakref.ref[Callable[[], None]] | None = None
+        # present while a backward is in progress, dead if it raised: autograd has dropped it
+        self._backward_end: weakref.ref[Callable[[], None]] | None = None
         self.schedule, self.record = Schedule(), StepRecord()
         self.schedule.take_over(self.record, self.shared.queue)
 
@@ -129,7 +129,7 @@ class RootContext:
     @property
     def quiet(self) -> bool:
         """Whether neither a forward nor a backward is in progress."""
-        return self._depth == 0 and self._end is None
+        return self._depth == 0 and self._backward_end is None
 
     @property
     def idle(self) -> bool:
@@ -154,11 +154,11 @@ class RootContext:
         if not state.groups:
             return -1
         for group in state.groups:
-            self.record.used.setdefault(group)
+            self.record.used_groups.setdefault(group)
         return self.record.forward.append(state)
 
     def _begin_forward(self) -> None:
-        if self._end is not None:
+        if self._backward_end is not None:
             self._recover()
         if torch.is_grad_enabled():
             refuse_compiled_autograd()
@@ -231,7 +231,7 @@ class RootContext:
             RuntimeError: inside of compiled autograd, which accumulates gradients when it likes;
                 or where a pipeline schedule splits the backward, and no stage of ours runs it.
         """
-        if self._end is not None and self._end() is not None:
+        if self._backward_end is not None and self._backward_end() is not None:
             return
         refuse_compiled_autograd()
         assert current_graph_task() != -1, "pre-backward runs inside a backward"
@@ -240,21 +240,21 @@ class RootContext:
             refuse_split_backward()
         end = self._end_backward  # an object that only the engine holds
         queue_end_of_backward(end)
-        self._end = weakref.ref(end)
+        self._backward_end = weakref.ref(end)
         self.schedule.begin(backward=True)
 
     @untraced
     def _end_backward(self) -> None:
         needs_range = functorch_is_active() or is_profiled()
         with set_apart("root_post_backward_callback", "") if needs_range else NOTHING:
-            end, self._end = self._end, None
-            self.steps += 1
+            end, self._backward_end = self._backward_end, None
+            self.backwards_ended += 1
             self.schedule.end(backward=True)
             by_hand, is_last = self.finalizes_by_hand, self.is_last_backward
             try:
                 error = self._leave_backward() if by_hand else self._finish_groups(is_last=is_last)
             except BaseException:
-                self._end = end  # so the next forward sees that it did not
+                self._backward_end = end  # so the next forward sees that it did not
                 raise
             if is_last and not by_hand:
                 self.commit()
@@ -270,7 +270,7 @@ class RootContext:
         pipeline step holds are left, as its backwards may be split.
         """
         error = ""
-        for group in reversed(self.record.used):
+        for group in reversed(self.record.used_groups):
             if group.gradients.reduces or LeaseKind.STEP in group.leases.out:
                 group.gradients.leave_backward()
             else:
@@ -284,16 +284,16 @@ class RootContext:
 
     def _finish_groups(self, *, is_last: bool) -> str:
         """Finish the backward of all groups, launch all reductions, and return the first error."""
-        for group in reversed(self.record.used):
+        for group in reversed(self.record.used_groups):
             self.schedule.finish_backward(group, is_last=is_last)
-        if len(self.record.used) < len(self.groups):
+        if len(self.record.used_groups) < len(self.groups):
             self._end_unused()
         self._release_expired()
         keep_copies_within_step(self.groups, is_last=is_last)
         self.schedule.buckets.launch_waiting()
         if self._fallible:  # before groups end: a backward that raises leaves no gradients
             offload_errors.raise_errors_of_ranks(self._fallible, self.shared.queue)
-        errors = [group.gradients.end_of_backward() for group in reversed(self.record.used)]
+        errors = [group.gradients.end_of_backward() for group in reversed(self.record.used_groups)]
         error = next(filter(None, errors), "")
         if not error:
             self.shared.queue.seal()
@@ -326,7 +326,7 @@ class RootContext:
                 gradient after its group was reduced.
         """
         self.require_quiet("finalize_backward")
-        for group in self.record.used:
+        for group in self.record.used_groups:
             if not group.full_after_backward:  # as it is now
                 group.leases.drop(LeaseKind.KEPT)
         error = self._finish_groups(is_last=True)
@@ -337,14 +337,15 @@ class RootContext:
     def _end_unused(self) -> None:
         """Reshard what a user gathered and no forward has ever used: a backward ends that, too."""
         for group in self.groups:
-            if group not in self.record.used and not group.full_after_backward:
+            if group not in self.record.used_groups and not group.full_after_backward:
                 group.drop_leases(LeaseKind.USER)
 
     # -- errors -----------------------------------------------------------------------------------
 
     def end_raised_backward(self) -> None:
         """End a backward that raised, as the next forward would, if nothing is in progress."""
-        if self._depth == 0 and self._end is not None and self._end() is None:
+        raised = self._backward_end is not None and self._backward_end() is None
+        if raised and self._depth == 0:
             self._recover()
 
     def reset(self) -> None:
@@ -352,7 +353,7 @@ class RootContext:
 
         Sharded gradients of backwards that ended well stay, and reductions of theirs are finished.
         """
-        if self._end is None:
+        if self._backward_end is None:
             resume_collectives()
         else:
             leave_collectives(sys.exception())
@@ -360,7 +361,7 @@ class RootContext:
         if self._depth:  # a forward that did not end is none to prefetch by
             self.record.forward = self.record.last_forward
         self._depth = 0
-        self._end = self._frame = None
+        self._backward_end = self._frame = None
         self.record.drop_post_forward()
         for state in self.states:
             state.reset()
@@ -381,7 +382,7 @@ class RootContext:
 
     def reset_statistics(self) -> None:
         """Counts steps, collectives and host time from zero."""
-        self.steps = 0
+        self.backwards_ended = 0
         for state in self.states:
             state.host_ns = 0
         for group in self.groups:

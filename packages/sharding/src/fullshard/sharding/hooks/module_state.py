@@ -57,6 +57,7 @@ ATTRIBUTE = "_fullshard_state"
 
 _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = dict[str, Any]
+_Inputs: TypeAlias = tuple[_Args, _Kwargs]
 
 
 class ModuleState:
@@ -142,30 +143,33 @@ class ModuleState:
     # -- forward ----------------------------------------------------------------------------------
 
     @untraced
-    def pre_forward(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
+    def pre_forward(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> _Inputs:
         """Unshard the groups; return the inputs, cast and passed through a post-backward node."""
         start = perf_counter_ns()
         try:
             with named_range("pre_forward", self.name) if is_profiled() else NOTHING:
-                if not in_transform():
-                    return self._begin_call(module, args, kwargs)
-                refuse_tracing(self.label)
-                outside_transforms(self._begin_call)(module, (), {})
-                call = self._calls[-1]
-                call.in_transform = True
-                args, kwargs = self._adapted(args, kwargs)
-                if call.forward_pass is not None:
-                    hook = partial(self.pre_backward, call.forward_pass)
-                    args, kwargs = watch(hook, (args, kwargs))
-                return args, kwargs
+                begin = self._begin_in_transform if in_transform() else self._begin_call
+                return begin(module, args, kwargs)
         finally:
             self.host_ns += perf_counter_ns() - start
 
-    def _begin_call(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
+    def _begin_in_transform(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> _Inputs:
+        """Begin a call inside a transform of ``torch.func``; see [Note: transforms]."""
+        refuse_tracing(self.label)
+        outside_transforms(self._begin_call)(module, (), {})
+        call = self._calls[-1]
+        call.in_transform = True
+        args, kwargs = self._adapted(args, kwargs)
+        if call.forward_pass is not None:
+            hook = partial(self.pre_backward, call.forward_pass)
+            args, kwargs = watch(hook, (args, kwargs))
+        return args, kwargs
+
+    def _begin_call(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> _Inputs:
         if not self.initialised:
             self.ensure_initialised()
         context, schedule = self.context, self.context.schedule
-        call, position = Call(current_graph_task() != -1, context.steps), -1
+        call, position = Call(current_graph_task() != -1, context.backwards_ended), -1
         if call.recompute:
             torch.clear_autocast_cache()  # see [Note: autocast]
             schedule.begin_recompute(context.enter_backward)
@@ -186,10 +190,9 @@ class ModuleState:
         for group in self.groups:
             group.wait_for_unshard()
         if first and not call.recompute:
-            order = context.record.last_forward
-            for target in self.forward_prefetch or order.ahead_of(
-                position, self.name, self.prefetch.in_forward
-            ):
+            order, policy = context.record.last_forward, self.prefetch.in_forward
+            ahead = self.forward_prefetch or order.ahead_of(position, self.name, policy)
+            for target in ahead:
                 for group in target.groups:
                     group.refresh()
                     schedule.prefetch(group)
@@ -199,10 +202,9 @@ class ModuleState:
         if self.gathers_on_read or (DEBUGGED and is_debugging()):
             on_read = partial(self.pre_backward, forward_pass) if self.gathers_on_read else None
             call.reads = watch_reads(self.label, self.groups, on_read)
-        hook = partial(self.post_backward, forward_pass)
-        return call.watch_inputs(forward_pass, hook, args, kwargs)
+        return call.watch_inputs(self.post_backward, forward_pass, args, kwargs)
 
-    def _adapted(self, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
+    def _adapted(self, args: _Args, kwargs: _Kwargs) -> _Inputs:
         """Return the inputs as the policy casts them, a root's on the device where it computes."""
         if self.is_root and self.device.type != "cpu":
             args, kwargs = map_tensors(
@@ -253,20 +255,20 @@ class ModuleState:
                 call = self._calls.pop()
                 if call.reads is not None:
                     call.reads.close()
-                forward_pass = call.forward_pass
-                if forward_pass is not None:
-                    hook = partial(self.pre_backward, forward_pass)
-                    if call.in_transform:
-                        output = watch(hook, output, copy=True)
-                    elif not call.watch_output(forward_pass, hook, output):
-                        forward_pass = None
                 if call.in_transform:
-                    outside_transforms(self._end_call)(call, output, forward_pass)
+                    output = self._end_in_transform(call, output)
                 else:
-                    self._end_call(call, output, forward_pass)
+                    self._end_call(call, output, call.watch_output(self.pre_backward, output))
                 return output if self.casts_nothing else self.casts.cast_output(output)
         finally:
             self.host_ns += perf_counter_ns() - start
+
+    def _end_in_transform(self, call: Call, output: Any) -> Any:
+        """End a call inside a transform of ``torch.func``, and return the output, watched."""
+        if call.forward_pass is not None:
+            output = watch(partial(self.pre_backward, call.forward_pass), output, copy=True)
+        outside_transforms(self._end_call)(call, output, call.forward_pass)
+        return output
 
     def _end_call(self, call: Call, output: Any, kept_for: ForwardPass | None) -> None:
         """Return what ``call`` holds, or hand it on to ``kept_for``, if a backward may come."""
@@ -282,10 +284,11 @@ class ModuleState:
         if kept_for is None:
             torch.clear_autocast_cache()  # see [Note: autocast]
         keep = output is not None and not self.reshards_after_forward
-        keep &= self.context.steps == call.steps  # else forward ran backward, and reshards as that
+        # a forward that ran a backward reshards as that does
+        keep &= self.context.backwards_ended == call.backwards_before
         for group in self.groups[: call.leased]:
             if not call.recompute:
-                self.context.schedule.after_forward(
+                self.context.schedule.keep_after_forward(
                     group, kept_for, keep=keep, unfinished=bool(self._to_run)
                 )
             elif kept_for is not None:
@@ -298,10 +301,7 @@ class ModuleState:
 
     @untraced
     def pre_backward(self, forward_pass: ForwardPass, *_: object) -> None:
-        """Unshard the groups at the first gradient of the outputs, and ignore later ones.
-
-        Arguments after the forward pass are gradients from autograd, which are not used.
-        """
+        """Unshard the groups at the first gradient of the outputs, and ignore later ones."""
         if forward_pass.in_backward:
             return
         start = perf_counter_ns()
@@ -319,10 +319,10 @@ class ModuleState:
                         schedule.unshard(group)
                 for group in self.groups:
                     group.wait_for_unshard()
-                order = context.record.post_forward
-                for target in self.backward_prefetch or order.ahead_of(
-                    forward_pass.place, self.name, self.prefetch.in_backward
-                ):
+                order, place = context.record.post_forward, forward_pass.place
+                policy = self.prefetch.in_backward
+                ahead = self.backward_prefetch or order.ahead_of(place, self.name, policy)
+                for target in ahead:
                     for group in target.groups if target.unshard_in_backward else ():
                         schedule.prefetch(group)
         finally:
@@ -347,7 +347,7 @@ class ModuleState:
                     forward_pass.close()
                     schedule = self.context.schedule
                     for group in self.groups:
-                        schedule.reduce_if_last(group, forward_pass)
+                        schedule.end_module_backward(group, forward_pass)
         finally:
             self.host_ns += perf_counter_ns() - start
         if not grads or not torch.is_grad_enabled():

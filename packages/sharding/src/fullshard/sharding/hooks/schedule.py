@@ -108,19 +108,19 @@ class StepRecord:
         forward: the order of the forward in progress.
         last_forward: that of the forward before it, from which forward prefetches.
         post_forward: the order in which forwards ended since the last backward.
-        hidden: per module the places in it that forwards without gradients took.
-        used: the groups that any forward has used, in the order in which they first were.
+        no_grad_places: per module the places in it that forwards without gradients took.
+        used_groups: the groups that any forward has used, in the order in which they first were.
     """
 
     forward: Order = field(default_factory=Order)
     last_forward: Order = field(default_factory=Order)
     post_forward: Order = field(default_factory=Order)
-    hidden: dict[ShardedModule, list[int]] = field(default_factory=dict)
-    used: dict[FSDPParamGroup, None] = field(default_factory=dict)  # an ordered set
+    no_grad_places: dict[ShardedModule, list[int]] = field(default_factory=dict)
+    used_groups: dict[FSDPParamGroup, None] = field(default_factory=dict)  # an ordered set
 
     def drop_post_forward(self) -> None:
         """Forget in which order forwards ended."""
-        self.post_forward, self.hidden = Order(), {}
+        self.post_forward, self.no_grad_places = Order(), {}
 
     def place(self, state: ShardedModule, kept_for: ForwardPass | None, before: int) -> int:
         """Give a forward of ``state`` that ended its place in the post-forward order.
@@ -135,14 +135,14 @@ class StepRecord:
         """
         if before >= 0:
             self.post_forward.remove(before)
-        hidden = self.hidden.get(state)
-        if hidden and hidden[-1] == before:
-            hidden.pop()
+        no_grad_places = self.no_grad_places.get(state)
+        if no_grad_places and no_grad_places[-1] == before:
+            no_grad_places.pop()
         place = self.post_forward.append(state)
         if kept_for is not None:
             kept_for.place = place
         else:
-            self.hidden.setdefault(state, []).append(place)
+            self.no_grad_places.setdefault(state, []).append(place)
         return place
 
     def place_again(self, state: ShardedModule, rerun: ForwardPass | None) -> None:
@@ -151,8 +151,8 @@ class StepRecord:
         Reentrant checkpointing runs the forward without gradients and reruns it in backward with
         them.
         """
-        if rerun is not None and self.hidden.get(state):
-            rerun.place = self.hidden[state].pop()
+        if rerun is not None and self.no_grad_places.get(state):
+            rerun.place = self.no_grad_places[state].pop()
 
 
 class Schedule:
@@ -200,7 +200,7 @@ class Schedule:
         bucket = self.buckets.of.get(group) if gathering.state is _SHARDED else None
         if bucket is not None and bucket.launch(group, ahead=False):
             self._gathered += bucket.groups
-        elif gathering.unshard():
+        elif gathering.launch_gather():
             self._gathered.append(group)
 
     def prefetch(self, group: FSDPParamGroup) -> None:
@@ -211,7 +211,7 @@ class Schedule:
         elif group.prefetch():
             self._gathered.append(group)
 
-    def after_forward(
+    def keep_after_forward(
         self, group: FSDPParamGroup, kept_for: ForwardPass | None, *, keep: bool, unfinished: bool
     ) -> None:
         """Take the lease under which ``group`` outlives a forward, if any.
@@ -229,7 +229,7 @@ class Schedule:
         elif unfinished:
             group.leases.add_once(LeaseKind.PREFETCH)
 
-    def reduce_if_last(self, group: FSDPParamGroup, forward_pass: ForwardPass) -> None:
+    def end_module_backward(self, group: FSDPParamGroup, forward_pass: ForwardPass) -> None:
         """End a backward in ``group``, and reduce if it was the last outstanding one."""
         if self.before_reduction is not None:
             self.before_reduction()

@@ -83,7 +83,7 @@ class StaticSchedule(Schedule):
     def take_over(self, record: StepRecord, queue: ReductionQueue) -> None:
         """Mark all groups as used, so that skipped groups end their backward too."""
         super().take_over(record, queue)
-        record.used = dict.fromkeys(self._groups)
+        record.used_groups = dict.fromkeys(self._groups)
 
     # -- phases -----------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class StaticSchedule(Schedule):
                 "set_reshard_after_forward(False); if a checkpointed region holds several sharded "
                 "modules, raise slack to their number; run a backward for each forward of the root"
             )
-        group.gathering.unshard()
+        group.gathering.launch_gather()
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Gather all groups up to ``group``, unless a reduction comes first."""
@@ -174,14 +174,14 @@ class StaticSchedule(Schedule):
             self._gather_ahead(self._steps[self._next].group)
             self._next += 1
 
-    def after_forward(
+    def keep_after_forward(
         self, group: FSDPParamGroup, kept_for: ForwardPass | None, *, keep: bool, unfinished: bool
     ) -> None:
         """Keep it to the end of the root's forward, as it is gathered only once."""
         if keep or unfinished or group in self._repeated:
             group.leases.add_once(LeaseKind.PREFETCH)
 
-    def reduce_if_last(self, group: FSDPParamGroup, forward_pass: ForwardPass) -> None:
+    def end_module_backward(self, group: FSDPParamGroup, forward_pass: ForwardPass) -> None:
         """Issue all steps up to the reduction of ``group``, if its last outstanding forward ended.
 
         The reduction of a group of several modules waits for its turn: a forward that a checkpoint

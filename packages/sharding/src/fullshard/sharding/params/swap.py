@@ -62,7 +62,7 @@ class Swap:
         # no graph of backward asks for the flags: what was set since holds from the next forward on
         if current_graph_task() == -1 and list(map(_requires_grad, self._sharded)) != self._flags:
             self.sync_requires_grad()
-        for place, name, unsharded in zip(self._places, self._names, self._full, strict=True):
+        for place, name, unsharded in zip(self._places, self._names, self._full_at, strict=True):
             place[name] = unsharded
         for attributes, guard in self._guards:
             if attributes.get("forward") is guard:
@@ -85,7 +85,7 @@ class Swap:
             set_versions(tuple(self._unsharded), (FREED,) * len(self._unsharded))
         if list(map(_requires_grad, self._unsharded)) != self._flags:
             self.sync_requires_grad()
-        placed = zip(self._places, self._names, self._own, self._full, strict=True)
+        placed = zip(self._places, self._names, self._sharded_at, self._full_at, strict=True)
         for place, name, sharded, unsharded in placed:
             if place.get(name) is unsharded:
                 place[name] = sharded
@@ -93,10 +93,10 @@ class Swap:
             attributes.setdefault("forward", guard)  # or what a user put there
 
     def show_sharded(self) -> None:
-        """Put the sharded parameters, with their gradients, into every place until ``changed()``.
+        """Put the sharded parameters, with their gradients, into every place for a while.
 
-        The unsharded parameters stay in memory and are watched. Requires ``note()`` before; else
-        nothing happens.
+        The unsharded parameters stay in memory and are watched until ``stop_watching()``. Does
+        nothing unless ``watch_writes()`` was called before.
         """
         if self._noted is not None:
             noted = self._noted
@@ -107,9 +107,9 @@ class Swap:
     def replaced(self) -> bool:
         """Whether a place holds neither of the two: a user put something there."""
         found = list(map(self._get, self._places, self._names))
-        if all(map(is_, found, self._own)):
+        if all(map(is_, found, self._sharded_at)):
             return False
-        either = zip(found, self._own, self._full, strict=True)
+        either = zip(found, self._sharded_at, self._full_at, strict=True)
         return not all(there is sharded or there is full for there, sharded, full in either)
 
     def require_own_data(self) -> None:
@@ -122,15 +122,15 @@ class Swap:
         self._places: list[Registry] = []
         self._get: Callable[[Any, str], nn.Parameter | None] = dict.get
         self._names: list[str] = []
-        self._own: list[nn.Parameter] = []  # by place: the sharded one, then the unsharded one
-        self._full: list[nn.Parameter] = []
+        self._sharded_at: list[nn.Parameter] = []  # the sharded parameter of each place
+        self._full_at: list[nn.Parameter] = []  # the unsharded parameter of each place
 
-    def note(self) -> None:
+    def watch_writes(self) -> None:
         """Remember the unsharded parameters while no code is allowed to write to them."""
         self._noted = self._marks()
 
-    def changed(self) -> list[str]:
-        """Return the parameters that were written to or moved since ``note()``; forget the note.
+    def stop_watching(self) -> list[str]:
+        """End ``watch_writes()``; return the parameters that were written to or moved since then.
 
         Parameters that share the memory of their shards do not count. In a backward, parameters
         that a user replaced count, too; a forward adopts them.
@@ -171,8 +171,8 @@ class Swap:
         self._places = [registry_of(place.module) for place, _ in places]
         self._get = dict.get if all(isinstance(p, dict) for p in self._places) else _get
         self._names = [place.name for place, _ in places]
-        self._own = [param.sharded for _, param in places]
-        self._full = [param.unsharded for _, param in places]
+        self._sharded_at = [param.sharded for _, param in places]
+        self._full_at = [param.unsharded for _, param in places]
         guards = guards_of(dict.fromkeys(place.module for place, _ in places))
         self._guards = [(guard.module.__dict__, guard) for guard in guards]
         self.sync_requires_grad()

@@ -32,7 +32,7 @@ from fullshard.sharding.mesh.placements import EarlyReduction
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import WireForms
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
-from fullshard.sharding.reduce.reduction import ReadyReductions, SharedComm
+from fullshard.sharding.reduce.reduction import ReadyReductions, RootComm
 from fullshard.sharding.reduce.setups import ReductionSetups
 
 __all__ = ["GroupGradients"]
@@ -58,11 +58,11 @@ class GroupGradients(ReductionSetups):
         grads_after_reduce: whether it ended a forward of the group after that, whose gradients
             are still to be reduced.
         bucket: the queue for reductions of groups that are gathered together; see ``Buckets``.
-        accumulate: what a backward reduces that is not the last of a step.
+        early_reduction: what a backward reduces that is not the last of a step.
     """
 
     def __init__(
-        self, params: Sequence[FSDPParam], device: torch.device, shared: SharedComm, wire: WireForms
+        self, params: Sequence[FSDPParam], device: torch.device, shared: RootComm, wire: WireForms
     ) -> None:
         """Start with none."""
         super().__init__(params, device, shared, wire)
@@ -80,8 +80,8 @@ class GroupGradients(ReductionSetups):
         self._saved: dict[FSDPParam, torch.Tensor] = {}  # sums that were taken, to put back
         self._generation = params[0].generation
         self._replacements = -1
-        self._own: list[nn.Parameter] = []
-        self._full: list[nn.Parameter] = []
+        self._sharded: list[nn.Parameter] = []
+        self._unsharded: list[nn.Parameter] = []
         self._whole = all(param.sharding.travels_whole for param in params)
 
     def announce_last(self, is_last: bool) -> None:
@@ -149,7 +149,7 @@ class GroupGradients(ReductionSetups):
         """Return the reductions of ``gradients``, one of each parameter of the group."""
         setups = self._setups.get(trainable)
         if setups is None:
-            setups = self._set_up(trainable)
+            setups = self._make_setups(trainable)
         if len(setups) == 1 and len(setups[0].indices) == len(gradients):
             return ((setups[0], gradients),)  # as most are
         return [(each, [gradients[index] for index in each.indices]) for each in setups]
@@ -235,7 +235,7 @@ class GroupGradients(ReductionSetups):
         """Whether any gradient is here."""
         if self._replacements != self._generation.replacements:
             self._look()
-        return bool(self._sums) or not all(map(is_, gradients_of(self._full), repeat(None)))
+        return bool(self._sums) or not all(map(is_, gradients_of(self._unsharded), repeat(None)))
 
     def take_of(self, param: FSDPParam) -> torch.Tensor | None:
         """Return the gradient of a parameter and remove it."""
@@ -266,9 +266,9 @@ class GroupGradients(ReductionSetups):
             if self.survives_errors:
                 self._saved = {**self._sums, **self._saved}
             return [self.take_of(param) for param in self.params], trainable
-        found = gradients_of(self._full)
+        found = gradients_of(self._unsharded)
         with without_torch_function():
-            for unsharded in self._full:
+            for unsharded in self._unsharded:
                 unsharded.grad = None
         dense = torch.strided if self._whole else None
         # looks at no parameter where none has a say: that would cost more than all the rest
@@ -282,14 +282,14 @@ class GroupGradients(ReductionSetups):
         if self._replacements != self._generation.replacements:
             self._look()
         with without_torch_function():
-            return tuple(map(_requires_grad, self._own))
+            return tuple(map(_requires_grad, self._sharded))
 
     def _look(self) -> None:
         """Find sharded and unsharded parameters; one that was never gathered has no gradient."""
         self._replacements = self._generation.replacements
-        self._own = [param.sharded for param in self.params]
-        both = zip(self.params, self._own, strict=True)
-        self._full = [_NEVER if p.unsharded is own else p.unsharded for p, own in both]
+        self._sharded = [param.sharded for param in self.params]
+        both = zip(self.params, self._sharded, strict=True)
+        self._unsharded = [_NEVER if p.unsharded is own else p.unsharded for p, own in both]
 
     def _stash(self) -> None:
         """Move autograd's gradients into the sums.

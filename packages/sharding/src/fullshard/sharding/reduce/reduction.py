@@ -50,7 +50,7 @@ from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import GradientOffload, Offload, WireForms
 from fullshard.sharding.reduce.strategies import Gradients, InFlight, Launch, PlainReduce
 
-__all__ = ["ReadyReductions", "ReduceSettings", "ReductionQueue", "ReductionSetup", "SharedComm"]
+__all__ = ["ReadyReductions", "ReduceSettings", "ReductionQueue", "ReductionSetup", "RootComm"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,7 +141,7 @@ ReadyReductions = Sequence[tuple[ReductionSetup, Gradients]]
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class _Pending:
+class _LaunchedReduction:
     """A reduction that was launched.
 
     Attributes:
@@ -209,8 +209,8 @@ class ReductionQueue:
 
     def __init__(self) -> None:
         """Start empty."""
-        self._pending: list[_Pending] = []
-        self._travelling: deque[_Pending] = deque()  # those that are not over
+        self._pending: list[_LaunchedReduction] = []
+        self._travelling: deque[_LaunchedReduction] = deque()  # those that are not over
         self._sealed = 0
 
     def __len__(self) -> int:
@@ -229,7 +229,7 @@ class ReductionQueue:
                 if oldest.setup.stores_gradients:
                     oldest.store_early()
             used_here = list(map(is_not, gradients, repeat(None)))
-            reduction = _Pending(
+            reduction = _LaunchedReduction(
                 setup=setup,
                 in_flight=setup.launch(gradients),
                 gives_gradients=setup.strategy.gives_gradients,
@@ -257,7 +257,7 @@ class ReductionQueue:
         self.launch_second()
         pending, self._pending, self._sealed = self._pending, [], 0
         self._travelling.clear()
-        waiting, lacking = list[tuple[_Pending, ReducedShards]](), []
+        waiting = list[tuple[_LaunchedReduction, ReducedShards]]()
         for reduction in pending:
             if reduction.in_flight is None:
                 continue
@@ -265,18 +265,10 @@ class ReductionQueue:
             if reduction.gives_gradients and reduction.setup.settings.hook is not None:
                 _call_hook(reduction.setup, result.output)
             waiting.append((reduction, result))
-            if reduction.used_here is not None:
-                lacking.append((result, reduction.used_here))
-        masks = iter(_read_masks(lacking) if lacking else ())
-        offloads = {}  # one wait for many gradients that travel home
-        for reduction, result in waiting:
-            reduction.stage_out(result, None if reduction.used_here is None else next(masks))
-        for reduction in pending:
-            for key, offload in reduction.setup.offloads.items():
-                offloads[key, reduction.setup.config.device] = offload
-        for (_, device), offload in offloads.items():
-            offload.arrived(device)
-        committed = list(map(_Pending.commit, pending))
+        for (reduction, result), used in zip(waiting, _read_masks(waiting), strict=True):
+            reduction.stage_out(result, used)
+        _wait_for_offloads(pending)
+        committed = list(map(_LaunchedReduction.commit, pending))
         if check is not None:
             check()
         for reduction, params in zip(pending, committed, strict=True):
@@ -315,7 +307,7 @@ class ReductionQueue:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SharedComm:
+class RootComm:
     """The streams, queue and buffers that all groups of one root share.
 
     Attributes:
@@ -329,7 +321,7 @@ class SharedComm:
     source: BufferSource
 
     @classmethod
-    def of(cls, device: torch.device) -> SharedComm:
+    def of(cls, device: torch.device) -> RootComm:
         """Return what a new root on ``device`` communicates through.
 
         The host's memory is kept for the next collective: new memory costs page faults there. A
@@ -341,14 +333,31 @@ class SharedComm:
 
 
 def _read_masks(
-    lacking: Sequence[tuple[ReducedShards, Sequence[bool]]],
-) -> list[Sequence[bool]]:
-    """Returns, per reduction, which parameters any rank had a gradient for: one host copy."""
-    masks = [result.mask for result, _ in lacking if result.mask is not None]
+    reductions: Sequence[tuple[_LaunchedReduction, ReducedShards]],
+) -> list[Sequence[bool] | None]:
+    """Return, per reduction, which parameters any rank had a gradient for; None: all of them.
+
+    The masks are read by one copy to the host, if this rank lacked any gradient.
+    """
+    lacking = [(each.used_here, result.mask) for each, result in reductions if each.used_here]
+    if not lacking:
+        return [None] * len(reductions)
+    masks = [mask for _, mask in lacking if mask is not None]
     assert len(masks) == len(lacking), "every reduction of a group carries the mask"
-    alike = [used for _, used_here in lacking for used in used_here]
+    alike = [used for used_here, _ in lacking for used in used_here]
     flat = iter(host_values(torch.cat([mask > 0 for mask in masks]), alike))
-    return [list(islice(flat, mask.numel())) for mask in masks]
+    used_here = [each.used_here for each, _ in reductions]
+    return [None if here is None else list(islice(flat, len(here))) for here in used_here]
+
+
+def _wait_for_offloads(reductions: Sequence[_LaunchedReduction]) -> None:
+    """Wait once for each policy and device for the gradients that travel home."""
+    offloads = {}
+    for reduction in reductions:
+        for key, offload in reduction.setup.offloads.items():
+            offloads[key, reduction.setup.config.device] = offload
+    for (_, device), offload in offloads.items():
+        offload.arrived(device)
 
 
 @torch.no_grad()

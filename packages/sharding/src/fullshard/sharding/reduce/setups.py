@@ -22,7 +22,7 @@ from fullshard.comm.spi import backend_averages, coalesced_cap_mb, rank_major
 from fullshard.sharding.mesh.mesh_info import HSDPMeshInfo, TwoLevelMeshInfo
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import WireForms
-from fullshard.sharding.reduce.reduction import ReduceSettings, ReductionSetup, SharedComm
+from fullshard.sharding.reduce.reduction import ReduceSettings, ReductionSetup, RootComm
 from fullshard.sharding.reduce.strategies import (
     AliasReduce,
     HybridReduce,
@@ -43,7 +43,7 @@ class ReductionSetups:
     """
 
     def __init__(
-        self, params: Sequence[FSDPParam], device: torch.device, shared: SharedComm, wire: WireForms
+        self, params: Sequence[FSDPParam], device: torch.device, shared: RootComm, wire: WireForms
     ) -> None:
         """Start with the settings of the mesh of ``params``."""
         self.name = ""
@@ -64,7 +64,7 @@ class ReductionSetups:
             self.strategy = HybridReduce(mesh_info.replicate_process_group)
         self._setups: dict[tuple[bool, ...], Sequence[ReductionSetup]] = {}
 
-    def share(self, shared: SharedComm) -> None:
+    def share(self, shared: RootComm) -> None:
         """Make the reductions run on the streams of a root and wait in its queue."""
         self._shared = shared
         self._setups.clear()
@@ -79,7 +79,7 @@ class ReductionSetups:
         """The collective that reduces them."""
         return self._default_comm if self.settings.comm is None else self.settings.comm
 
-    def _set_up(self, trainable: tuple[bool, ...]) -> Sequence[ReductionSetup]:
+    def _make_setups(self, trainable: tuple[bool, ...]) -> Sequence[ReductionSetup]:
         """Return how ``trainable`` parameters are reduced; cached while the settings stay.
 
         There is a reduction per reduce dtype.
@@ -88,12 +88,12 @@ class ReductionSetups:
         for index, param in enumerate(self.params):
             if trainable[index]:
                 by_dtype.setdefault(param.reduce_dtype, []).append(index)
-        setups = tuple([self._setup(dtype, tuple(found)) for dtype, found in by_dtype.items()])
+        setups = tuple([self._make_setup(dtype, tuple(found)) for dtype, found in by_dtype.items()])
         if not isinstance(self.settings.divide_factor, torch.Tensor):  # that may be another soon
             self._setups[trainable] = setups
         return setups
 
-    def _setup(self, dtype: torch.dtype, indices: tuple[int, ...]) -> ReductionSetup:
+    def _make_setup(self, dtype: torch.dtype, indices: tuple[int, ...]) -> ReductionSetup:
         settings, mesh_info = self.settings, self.mesh_info
         params = tuple([self.params[index] for index in indices])
         scaling = reduction_scaling(
