@@ -19,7 +19,7 @@ from support.wide.fake import fake_world
 
 PAGE = ROOT / "docs" / "concepts" / "reading-one-step.md"
 PHASES = ("Forward", "Backward", "Optimizer")
-STOPS = 20  # a reader follows as many in a quarter of an hour
+STOPS = 20
 
 Calls = dict[str, list[str]]
 
@@ -46,7 +46,7 @@ def trace_step() -> Calls:
     blocks = [
         nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)) for _ in range(3)
     ]
-    model = nn.Sequential(*blocks)
+    model = nn.Sequential(nn.Linear(width, width), *blocks)  # so the root has parameters, too
     for each in (*blocks, model):
         fully_shard(each)
     optimizer = torch.optim.AdamW(model.parameters())
