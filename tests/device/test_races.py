@@ -66,7 +66,10 @@ def _pace_that_shows(mutation: Mutation, count: int) -> int | None:
 
 
 def _sizes(mutation: Mutation) -> int | tuple[int, ...]:
-    return HYBRID if mutation.mesh == HYBRID else _ranks(mutation)
+    if mutation.mesh == HYBRID:
+        return HYBRID
+    ranks = _ranks(mutation)
+    return ranks if isinstance(mutation.mesh, int) else (ranks, 1)
 
 
 def _ranks(mutation: Mutation) -> int:

@@ -232,7 +232,7 @@ MUTATIONS = [
         "_launch",
         "output.add_(self._partial)",
         "output.add_(self._partial); self._partial = None",
-        "partial-not-last",
+        "partial-by-hand",
         _HYBRID,
     ),
     # two levels

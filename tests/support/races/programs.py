@@ -198,6 +198,18 @@ def _partial_not_last(model: Any, last: bool) -> None:
         loss.backward()
 
 
+def _partial_by_hand(model: Any, last: bool) -> None:
+    """Partial sums that the queue holds no longer, and an all-reduce that no backward waits for."""
+    model.set_requires_all_reduce(False)
+    loss_of(model).backward()
+    model.set_requires_all_reduce(True)
+    model.set_manual_backward_finalization(True)
+    for loss in [loss_of(model) for _ in range(2)]:
+        loss.backward()
+    model.finalize_backward()
+    model.set_manual_backward_finalization(False)
+
+
 def _not_last(model: Any, last: bool) -> None:
     model.set_is_last_backward(last)
     loss_of(model).backward()
@@ -411,6 +423,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "micro_batches": 2,
         "steps": 1,
         "backward": _partial_not_last,
+        "prepare": lambda model: model.set_reduce_scatter_max_input_buffers(16),
+    },
+    "partial-by-hand": {
+        "steps": 1,
+        "backward": _partial_by_hand,
         "prepare": lambda model: model.set_reduce_scatter_max_input_buffers(16),
     },
     "accumulated": {"micro_batches": 3},
