@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fullshard.comm import RankMajorLayout, TensorSpec
+from fullshard.comm import Layout, TensorSpec
 from fullshard_bench.models.registry import make_workload
 from fullshard_bench.models.workload import Shape
 
@@ -80,7 +80,7 @@ def _specs(params: list[nn.Parameter], dtype: torch.dtype) -> list[TensorSpec]:
 
 def _full_bytes(params: list[nn.Parameter], dtype: torch.dtype) -> int:
     """All slices of a collective, with their padding."""
-    return RANKS * RankMajorLayout(_specs(params, dtype), RANKS).buffer.slice_nbytes
+    return RANKS * Layout(_specs(params, dtype), RANKS).buffer.slice_nbytes
 
 
 def _shard_bytes(params: list[nn.Parameter]) -> int:

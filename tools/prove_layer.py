@@ -46,7 +46,7 @@ def prove_wire() -> str:
     """Reduces one gradient whose parts travel in bf16, and finds its rounded value."""
     from fullshard.comm import (
         CommStreams,
-        RankMajorLayout,
+        Layout,
         ReduceConfig,
         TensorSpec,
         default_reduce_scatter,
@@ -65,7 +65,7 @@ def prove_wire() -> str:
         device=full.device,
         scaling=reduction_scaling(1, torch.float32, averages=False),
     )
-    plan = WidenedReducePlan(RankMajorLayout([spec], 1), [form], config)
+    plan = WidenedReducePlan(Layout([spec], 1), [form], config)
     (shard,) = plan.launch([full]).wait().shards
     _require(torch.equal(shard, full.bfloat16().float()), "a part was not rounded to bf16 once")
     return "reduced one gradient that travelled in bf16"

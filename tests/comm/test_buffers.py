@@ -15,7 +15,7 @@ from fullshard.comm import (
     BufferPool,
     CommStreams,
     DefaultAllGather,
-    RankMajorLayout,
+    Layout,
     TensorSpec,
     default_reduce_scatter,
     foreach_all_gather,
@@ -29,14 +29,14 @@ from support.collectives import gather_config, reduce_config
 from support.ranks import distributed, world
 
 CPU = torch.device("cpu")
-SMALL = RankMajorLayout([TensorSpec(shape=(4, 3), dtype=torch.float32)], 2)
-LARGE = RankMajorLayout([TensorSpec(shape=(50, 3), dtype=torch.bfloat16)], 2, mask_numel=1)
-MIXED = RankMajorLayout(
+SMALL = Layout([TensorSpec(shape=(4, 3), dtype=torch.float32)], 2)
+LARGE = Layout([TensorSpec(shape=(50, 3), dtype=torch.bfloat16)], 2, mask_numel=1)
+MIXED = Layout(
     [TensorSpec(shape=(5, 2), dtype=torch.float32), TensorSpec(shape=(7,), dtype=torch.int64)], 2
 )
 
 
-def take(pool: BufferPool, layout: RankMajorLayout, comm: Any = None) -> Buffer:
+def take(pool: BufferPool, layout: Layout, comm: Any = None) -> Buffer:
     return pool.take(Collective(DefaultAllGather()) if comm is None else comm, layout, 0, CPU)
 
 
@@ -89,7 +89,7 @@ def test_a_block_that_is_too_small_makes_room_for_one_that_is_not() -> None:
 
 @pytest.mark.parametrize("layout", [SMALL, MIXED], ids=["one dtype", "mixed"])
 def test_memory_that_was_first_used_in_inference_mode_serves_training_too(
-    layout: RankMajorLayout,
+    layout: Layout,
 ) -> None:
     pool = BufferPool()
     with torch.inference_mode():
@@ -146,7 +146,7 @@ def test_only_memory_of_the_caching_allocator_is_reusable() -> None:
     assert not Collective(DefaultAllGather(allocator=Elsewhere())).reusable
 
 
-def _gathered(layout: RankMajorLayout, source: Any, step: int) -> list[torch.Tensor]:
+def _gathered(layout: Layout, source: Any, step: int) -> list[torch.Tensor]:
     rank, config = dist.get_rank(), gather_config(world(), source=source)
     shards = [
         torch.full(spec.shard_shape(rank, 2), 10 * step + rank).to(spec.dtype)
@@ -158,7 +158,7 @@ def _gathered(layout: RankMajorLayout, source: Any, step: int) -> list[torch.Ten
     return outputs
 
 
-def _reduced(layout: RankMajorLayout, source: Any, step: int) -> list[torch.Tensor]:
+def _reduced(layout: Layout, source: Any, step: int) -> list[torch.Tensor]:
     dtype, comm = layout.buffer.dtype, default_reduce_scatter(world())
     config = reduce_config(world(), comm, dtype=dtype, source=source)
     gradients = [

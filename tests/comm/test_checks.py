@@ -10,7 +10,7 @@ import torch
 
 from comm.stand_ins import group_of
 from fullshard.comm import (
-    RankMajorLayout,
+    Layout,
     TensorSpec,
     foreach_all_gather,
     foreach_all_gather_copy_out,
@@ -50,13 +50,13 @@ def test_bad_shards_are_refused_before_any_collective(
 ) -> None:
     config = gather_config(group_of(1, 2), _NeverCalled(), name="blocks.0")
     with pytest.raises(ValueError, match=message):
-        foreach_all_gather(shards, RankMajorLayout(PAIR, 2), config)
+        foreach_all_gather(shards, Layout(PAIR, 2), config)
 
 
 def test_a_layout_for_another_world_is_refused() -> None:
     config = gather_config(group_of(0, 2), _NeverCalled())
     with pytest.raises(ValueError, match="for 4 ranks, the process group has 2"):
-        foreach_all_gather([torch.zeros(1, 2), torch.zeros(1)], RankMajorLayout(PAIR, 4), config)
+        foreach_all_gather([torch.zeros(1, 2), torch.zeros(1)], Layout(PAIR, 4), config)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_bad_outputs_are_refused_and_the_gather_can_still_be_claimed(
     group = group_of(0, 1)
     fulls = [torch.arange(8.0).view(4, 2), torch.arange(3.0)]
     config = gather_config(group)
-    in_flight = foreach_all_gather(fulls, RankMajorLayout(PAIR, 1), config)
+    in_flight = foreach_all_gather(fulls, Layout(PAIR, 1), config)
     with pytest.raises(ValueError, match=message):
         foreach_all_gather_copy_out(in_flight, outputs)
     good = [torch.empty(4, 2), torch.empty(3)]
@@ -87,7 +87,7 @@ def test_bad_outputs_are_refused_and_the_gather_can_still_be_claimed(
 def test_an_allocation_that_cannot_be_used_is_refused_by_the_name_of_its_class() -> None:
     config = gather_config(group_of(0, 1), _WrongAllocation())
     with pytest.raises(ValueError, match=r"_WrongAllocation\.allocate gave .*multiple of 16 bytes"):
-        foreach_all_gather([torch.zeros(4, 2), torch.zeros(3)], RankMajorLayout(PAIR, 1), config)
+        foreach_all_gather([torch.zeros(4, 2), torch.zeros(3)], Layout(PAIR, 1), config)
 
 
 MIXED = [PAIR[0], TensorSpec(shape=(3,), dtype=torch.float64)]
@@ -97,18 +97,18 @@ WHOLE = [TensorSpec(shape=(3,), dtype=torch.int64)]
 @pytest.mark.parametrize(
     ("layout", "gradients", "message"),
     [
-        (RankMajorLayout(PAIR, 2), [None], "got 1 gradients; the layout has 2"),
-        (RankMajorLayout(PAIR, 2), [None, torch.zeros(2)], r"gradient 1 has shape \(2,\)"),
-        (RankMajorLayout(PAIR, 2), [None, torch.zeros(3, device="meta")], "gradient 1 is on meta"),
-        (RankMajorLayout(PAIR, 2, mask_numel=1), [None, None], "a mask of 1 for 2 gradients"),
-        (RankMajorLayout(PAIR, 4), [None, None], "for 4 ranks, the process group has 2"),
-        (RankMajorLayout(MIXED, 2), [None, None], "needs one floating-point dtype"),
-        (RankMajorLayout(WHOLE, 2), [None], "needs one floating-point dtype"),
+        (Layout(PAIR, 2), [None], "got 1 gradients; the layout has 2"),
+        (Layout(PAIR, 2), [None, torch.zeros(2)], r"gradient 1 has shape \(2,\)"),
+        (Layout(PAIR, 2), [None, torch.zeros(3, device="meta")], "gradient 1 is on meta"),
+        (Layout(PAIR, 2, mask_numel=1), [None, None], "a mask of 1 for 2 gradients"),
+        (Layout(PAIR, 4), [None, None], "for 4 ranks, the process group has 2"),
+        (Layout(MIXED, 2), [None, None], "needs one floating-point dtype"),
+        (Layout(WHOLE, 2), [None], "needs one floating-point dtype"),
     ],
     ids=["number", "shape", "device", "mask", "world", "mixed", "integers"],
 )
 def test_bad_gradients_are_refused_before_any_collective(
-    layout: RankMajorLayout, gradients: list[torch.Tensor | None], message: str
+    layout: Layout, gradients: list[torch.Tensor | None], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         foreach_reduce(gradients, layout, reduce_config(group_of(0, 2), _NeverCalled()))
@@ -130,7 +130,7 @@ def test_shards_are_cast_if_extreme_values_of_their_dtype_stay_what_they_are(
         kept = torch.allclose(cast, extremes.to(torch.complex128), rtol=1e-2, atol=0)
         config = gather_config(group)
         try:
-            foreach_all_gather([extremes], RankMajorLayout([spec], 1), config).discard()
+            foreach_all_gather([extremes], Layout([spec], 1), config).discard()
         except ValueError as error:
             assert not kept, f"{source} to {target}: {error}"
         else:

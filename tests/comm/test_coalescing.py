@@ -13,8 +13,8 @@ import torch.distributed as dist
 from fullshard.comm import (
     DefaultAllGather,
     GatherConfig,
+    Layout,
     ProcessGroupTransport,
-    RankMajorLayout,
     TensorSpec,
 )
 from fullshard.comm.collectives.coalescing import (
@@ -33,10 +33,8 @@ def make_config(comm: Any = None) -> GatherConfig:
     return gather_config(world(), comm)
 
 
-def layout(slice_nbytes: int, ranks: int) -> RankMajorLayout:
-    return RankMajorLayout(
-        [TensorSpec(shape=(ranks, slice_nbytes // 4), dtype=torch.float32)], ranks
-    )
+def layout(slice_nbytes: int, ranks: int) -> Layout:
+    return Layout([TensorSpec(shape=(ranks, slice_nbytes // 4), dtype=torch.float32)], ranks)
 
 
 class OwnAllGather(DefaultAllGather):

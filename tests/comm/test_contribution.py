@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.comm import RankMajorLayout, ReduceScaling, TensorSpec
+from fullshard.comm import Layout, ReduceScaling, TensorSpec
 from fullshard.comm.transports.contribution import Contribution
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
 
@@ -16,7 +16,7 @@ SUM = dist.ReduceOp.SUM
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[RankMajorLayout, list[list[torch.Tensor | None]]]:
+def cases(draw: st.DrawFn) -> tuple[Layout, list[list[torch.Tensor | None]]]:
     """A layout, and every rank's gradients; some large enough to be added where they lie."""
     world = draw(st.integers(2, 5))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
@@ -25,7 +25,7 @@ def cases(draw: st.DrawFn) -> tuple[RankMajorLayout, list[list[torch.Tensor | No
         shape = draw(st.sampled_from([(), (3,), (5, 4), (4, 6), (90 * world, 101), (7, 0)]))
         dim = draw(st.integers(0, max(len(shape) - 1, 0)))
         specs.append(TensorSpec(shape=shape, dtype=dtype, dim=dim))
-    layout = RankMajorLayout(specs, world, mask_numel=len(specs))
+    layout = Layout(specs, world, mask_numel=len(specs))
     seed = draw(st.integers(0, 1000))
     generator = torch.Generator().manual_seed(seed)
     gradients: list[list[torch.Tensor | None]] = []
@@ -42,12 +42,12 @@ def cases(draw: st.DrawFn) -> tuple[RankMajorLayout, list[list[torch.Tensor | No
 
 
 def contributions(
-    layout: RankMajorLayout, gradients: list[list[torch.Tensor | None]], scaling: ReduceScaling
+    layout: Layout, gradients: list[list[torch.Tensor | None]], scaling: ReduceScaling
 ) -> list[Contribution]:
     return [Contribution(each, layout, rank, scaling) for rank, each in enumerate(gradients)]
 
 
-def packed(given: Contribution, layout: RankMajorLayout, ranks: range) -> torch.Tensor:
+def packed(given: Contribution, layout: Layout, ranks: range) -> torch.Tensor:
     buffer = torch.full((len(ranks) * layout.buffer.slice_numel,), torch.nan)
     buffer = buffer.to(layout.buffer.dtype)
     given.write(buffer, ranks)
@@ -56,7 +56,7 @@ def packed(given: Contribution, layout: RankMajorLayout, ranks: range) -> torch.
 
 @given(cases())
 def test_what_is_written_for_some_ranks_is_their_part_of_what_is_written_for_all(
-    case: tuple[RankMajorLayout, list[list[torch.Tensor | None]]],
+    case: tuple[Layout, list[list[torch.Tensor | None]]],
 ) -> None:
     layout, gradients = case
     scaling = ReduceScaling(op=SUM, pre=0.5, post=1.0, used=1.0)
@@ -71,7 +71,7 @@ def test_what_is_written_for_some_ranks_is_their_part_of_what_is_written_for_all
 
 @given(cases())
 def test_the_result_is_that_of_packed_slices_in_rank_order_to_the_bit(
-    case: tuple[RankMajorLayout, list[list[torch.Tensor | None]]],
+    case: tuple[Layout, list[list[torch.Tensor | None]]],
 ) -> None:
     layout, gradients = case
     scaling = ReduceScaling(op=SUM, pre=1.0, post=1.0, used=1.0)
@@ -89,7 +89,7 @@ def test_the_result_is_that_of_packed_slices_in_rank_order_to_the_bit(
 
 @given(cases(), st.integers(1, 60))
 def test_spans_hold_what_whole_slices_hold_there(
-    case: tuple[RankMajorLayout, list[list[torch.Tensor | None]]], length: int
+    case: tuple[Layout, list[list[torch.Tensor | None]]], length: int
 ) -> None:
     layout, gradients = case
     scaling = ReduceScaling(op=SUM, pre=0.5, post=1.0, used=1.0)
@@ -124,7 +124,7 @@ def test_dense_gradients_that_are_cut_evenly_are_sent_and_added_as_they_are_cut(
     world: int, widths: list[tuple[int, ...]], marked: bool, dtype: torch.dtype
 ) -> None:
     specs = [TensorSpec(shape=(world * each[0], *each[1:]), dtype=dtype) for each in widths]
-    layout = RankMajorLayout(specs, world, mask_numel=len(specs) if marked else 0)
+    layout = Layout(specs, world, mask_numel=len(specs) if marked else 0)
     gradients = [[torch.randn(spec.shape).to(dtype) for spec in specs] for _ in range(world)]
     scaling = ReduceScaling(op=SUM, pre=1.0, post=1.0, used=2.0)
     all_given = [Contribution(each, layout, rank, scaling) for rank, each in enumerate(gradients)]

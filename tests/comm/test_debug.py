@@ -18,7 +18,7 @@ from fullshard.comm import (
     CollectiveMismatchError,
     EventKind,
     EventLog,
-    RankMajorLayout,
+    Layout,
     TensorSpec,
     all_gather_tensors,
     all_reduce_shards,
@@ -48,7 +48,7 @@ AGES = 1000.0  # seconds; a test that waited so long would fail by pytest's time
 def gather(name: str, rows: int = 4) -> torch.Tensor:
     """Ones, gathered from every rank."""
     group = world()
-    layout = RankMajorLayout([TensorSpec(shape=(rows,), dtype=torch.float32)], group.size())
+    layout = Layout([TensorSpec(shape=(rows,), dtype=torch.float32)], group.size())
     config = gather_config(group, name=name)
     shard = torch.ones(layout.specs[0].shard_shape(group.rank(), group.size()))
     output = torch.empty(rows)
@@ -59,7 +59,7 @@ def gather(name: str, rows: int = 4) -> torch.Tensor:
 def reduce(name: str, rows: int = 4, factor: float | None = None) -> torch.Tensor:
     """This rank's part of the mean of ones."""
     group = world()
-    layout = RankMajorLayout([TensorSpec(shape=(rows,), dtype=torch.float32)], group.size())
+    layout = Layout([TensorSpec(shape=(rows,), dtype=torch.float32)], group.size())
     scaling = reduction_scaling(group.size(), torch.float32, averages=False, divide_factor=factor)
     config = reduce_config(group, default_reduce_scatter(group), scaling, name=name)
     return foreach_reduce([torch.ones(rows)], layout, config).wait().shards[0]
@@ -194,7 +194,7 @@ def test_an_all_reduce_over_replicas_is_compared_with_the_replicas_alone() -> No
     summing = reduction_scaling(4, torch.float32, averages=False, divide_factor=1.0)
     shards = mesh.get_group("shard")
     reduction = reduce_config(shards, default_reduce_scatter(shards), summing)
-    layout = RankMajorLayout([TensorSpec(shape=(4,), dtype=torch.float32)], 2)
+    layout = Layout([TensorSpec(shape=(4,), dtype=torch.float32)], 2)
 
     def all_reduce(name: str) -> torch.Tensor:
         sharded = foreach_reduce([torch.ones(4)], layout, replace(reduction, name=name))

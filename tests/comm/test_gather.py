@@ -16,7 +16,7 @@ from fullshard.comm import (
     AllGatherInFlight,
     EventKind,
     EventLog,
-    RankMajorLayout,
+    Layout,
     TensorSpec,
     foreach_all_gather,
     foreach_all_gather_copy_out,
@@ -76,7 +76,7 @@ def assert_gathered(
 def test_every_rank_gets_the_full_tensors_of_any_shape_dim_and_dtype(async_op: bool) -> None:
     group = world()
     fulls = fulls_of(SPECS)
-    layout = RankMajorLayout(SPECS, group.size())
+    layout = Layout(SPECS, group.size())
     in_flight = foreach_all_gather(
         shards_of(fulls, SPECS, group), layout, gather_config(group), async_op=async_op
     )
@@ -96,7 +96,7 @@ def test_even_tensors_of_one_dtype_are_gathered_whatever_padding_follows_them(
         for count, width in zip(rows, (3, 5), strict=True)
     ]
     fulls = fulls_of(specs)
-    layout = RankMajorLayout(specs, group.size())
+    layout = Layout(specs, group.size())
     config = gather_config(group)
     shards = [shard.float() for shard in shards_of(fulls, specs, group)]
     for _ in range(2):
@@ -125,7 +125,7 @@ def test_a_code_as_large_as_its_tensor_is_not_taken_for_the_tensor() -> None:
         TensorSpec(shape=(1, 16), dtype=torch.uint8),
     ]
     shards = [torch.full((1, 16), 0.5), torch.full((1, 16), 3, dtype=torch.uint8)]
-    layout, config = RankMajorLayout(specs, 1), gather_config(group_of(0, 1))
+    layout, config = Layout(specs, 1), gather_config(group_of(0, 1))
     in_flight = foreach_all_gather(shards, layout, config)
     assert buffer_of(in_flight).tolist() == [1] * 16 + [3] * 16
     outputs = [torch.empty(1, 16), torch.empty(1, 16, dtype=torch.uint8)]
@@ -135,7 +135,7 @@ def test_a_code_as_large_as_its_tensor_is_not_taken_for_the_tensor() -> None:
 
 def test_tensors_that_were_filled_in_inference_mode_are_filled_in_training_too() -> None:
     specs = [TensorSpec(shape=(3,), dtype=torch.float32)]  # a slice has an element of padding
-    layout, config = RankMajorLayout(specs, 1), gather_config(group_of(0, 1))
+    layout, config = Layout(specs, 1), gather_config(group_of(0, 1))
     outputs = empties(specs)
     with torch.inference_mode():
         full = FullTensors(outputs, layout, config)
@@ -148,7 +148,7 @@ def test_one_rank_gathers_from_itself() -> None:
     group = group_of(0, 1)
     fulls = fulls_of(SPECS)
     in_flight = foreach_all_gather(
-        shards_of(fulls, SPECS, group), RankMajorLayout(SPECS, 1), gather_config(group)
+        shards_of(fulls, SPECS, group), Layout(SPECS, 1), gather_config(group)
     )
     assert in_flight.work is None
     assert_gathered(in_flight, SPECS, fulls)
@@ -157,7 +157,7 @@ def test_one_rank_gathers_from_itself() -> None:
 @distributed(2)
 def test_several_gathers_are_under_way_at_once_and_claimed_in_any_order() -> None:
     group = world()
-    layout = RankMajorLayout(SPECS, group.size())
+    layout = Layout(SPECS, group.size())
     config = gather_config(group)
     lists = [fulls_of(SPECS, seed) for seed in range(3)]
     flights = [foreach_all_gather(shards_of(each, SPECS, group), layout, config) for each in lists]
@@ -172,7 +172,7 @@ def test_shards_are_cast_on_the_way_in_and_outputs_on_the_way_out() -> None:
     group = world()
     full = torch.linspace(-1, 1, 10).view(5, 2)
     spec = TensorSpec(shape=(5, 2), dtype=torch.bfloat16)
-    layout = RankMajorLayout([spec], group.size())
+    layout = Layout([spec], group.size())
     in_flight = foreach_all_gather(shards_of([full], [spec], group), layout, gather_config(group))
     assert buffer_of(in_flight).dtype is torch.bfloat16
     output = torch.empty(5, 2)
@@ -185,7 +185,7 @@ def test_outputs_may_be_flat_may_require_grad_and_are_filled_exactly() -> None:
     group = world()
     specs = SPECS[:2]
     fulls = fulls_of(specs)
-    layout = RankMajorLayout(specs, group.size())
+    layout = Layout(specs, group.size())
     in_flight = foreach_all_gather(shards_of(fulls, specs, group), layout, gather_config(group))
     room = torch.full((17,), -7.0)
     leaf = torch.empty((), dtype=torch.float64, requires_grad=True)
@@ -209,7 +209,7 @@ class _InputNoter(Allocates):
 
 
 def test_the_input_is_the_ranks_own_slice_of_the_output() -> None:
-    layout = RankMajorLayout(SPECS, 4)
+    layout = Layout(SPECS, 4)
     comm = _InputNoter()
     for rank in range(4):
         group = group_of(rank, 4)
@@ -222,7 +222,7 @@ def test_no_collective_runs_for_tensors_without_elements() -> None:
     specs = [TensorSpec(shape=(0, 3), dtype=torch.float32)]
     comm = _InputNoter()
     config = gather_config(group_of(1, 2), comm)
-    in_flight = foreach_all_gather([torch.empty(0, 3)], RankMajorLayout(specs, 2), config)
+    in_flight = foreach_all_gather([torch.empty(0, 3)], Layout(specs, 2), config)
     assert_gathered(in_flight, specs, [torch.empty(0, 3)])
     assert comm.offsets == []
 
@@ -236,9 +236,7 @@ def buffer_of(in_flight: AllGatherInFlight) -> torch.Tensor:
 def alone(comm: Any = None) -> AllGatherInFlight:
     group = group_of(0, 1)
     shards = shards_of(fulls_of(SPECS), SPECS, group)
-    return foreach_all_gather(
-        shards, RankMajorLayout(SPECS, 1), gather_config(group, comm, name="blocks.0")
-    )
+    return foreach_all_gather(shards, Layout(SPECS, 1), gather_config(group, comm, name="blocks.0"))
 
 
 def test_a_gather_is_claimed_once() -> None:
@@ -270,7 +268,7 @@ def test_events_tell_of_the_three_steps_and_their_bytes() -> None:
     log = EventLog()
     with observe(log):
         foreach_all_gather_copy_out(alone(), empties(SPECS))
-    nbytes = RankMajorLayout(SPECS, 1).buffer.slice_nbytes
+    nbytes = Layout(SPECS, 1).buffer.slice_nbytes
     told = [(event.kind, event.name, event.nbytes, event.stream) for event in log.events]
     assert told == [
         (EventKind.COPY_IN, "blocks.0", nbytes, "copy_in"),
@@ -284,7 +282,7 @@ def test_on_an_accelerator_every_step_waits_for_what_it_needs_and_for_nothing_el
     async_op: bool,
 ) -> None:
     specs = [TensorSpec(shape=(4,), dtype=torch.float32)]
-    layout = RankMajorLayout(specs, 1)
+    layout = Layout(specs, 1)
     with stand_in_accelerator() as (module, streams):
         config = gather_config(group_of(0, 1), AloneAllGather(module), streams=streams)
         wrote = module.work("optimizer")
@@ -321,7 +319,7 @@ def test_on_an_accelerator_a_gathers_buffer_goes_once_it_was_copied_out() -> Non
     specs = [TensorSpec(shape=(4,), dtype=torch.float32)]
     with stand_in_accelerator() as (module, streams):
         config = gather_config(group_of(0, 1), streams=streams)
-        in_flight = foreach_all_gather([torch.ones(4)], RankMajorLayout(specs, 1), config)
+        in_flight = foreach_all_gather([torch.ones(4)], Layout(specs, 1), config)
         buffer = weakref.ref(buffer_of(in_flight))
         outputs = empties(specs)
         foreach_all_gather_copy_out(in_flight, outputs)

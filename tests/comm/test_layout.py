@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.comm import BufferSpec, Layout, RankMajorLayout, TensorSpec
+from fullshard.comm import BufferSpec, Layout, TensorSpec
 from fullshard.comm.layouts.layout import Piece
 
 DTYPES = [
@@ -38,13 +38,13 @@ def tensor_specs(
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> RankMajorLayout:
+def layouts(draw: st.DrawFn) -> Layout:
     """Any mix of tensors; a mask where the dtype is uniform."""
     uniform = draw(st.booleans())
     one = st.just(draw(_ANY_DTYPE)) if uniform else _ANY_DTYPE
     specs = draw(st.lists(tensor_specs(one), min_size=1, max_size=6))
     mask = draw(st.sampled_from([0, 1, len(specs)])) if uniform else 0
-    return RankMajorLayout(specs, draw(WORLDS), mask_numel=mask)
+    return Layout(specs, draw(WORLDS), mask_numel=mask)
 
 
 @given(tensor_specs(), WORLDS)
@@ -112,11 +112,11 @@ def test_an_impossible_layout_is_refused(
     specs: list[TensorSpec], world_size: int, options: dict[str, int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        RankMajorLayout(specs, world_size, **options)
+        Layout(specs, world_size, **options)
 
 
 @given(layouts())
-def test_extents_are_disjoint_aligned_and_inside_the_slice(layout: RankMajorLayout) -> None:
+def test_extents_are_disjoint_aligned_and_inside_the_slice(layout: Layout) -> None:
     buffer = layout.buffer
     ends = 0
     run: torch.dtype | None = None
@@ -137,7 +137,7 @@ def test_extents_are_disjoint_aligned_and_inside_the_slice(layout: RankMajorLayo
 
 
 @given(layouts())
-def test_padding_is_what_neither_a_chunk_nor_the_mask_takes(layout: RankMajorLayout) -> None:
+def test_padding_is_what_neither_a_chunk_nor_the_mask_takes(layout: Layout) -> None:
     buffer = layout.buffer
     chunks = sum(
         spec.chunk_rows(layout.world_size) * spec.row_numel * spec.dtype.itemsize
@@ -152,7 +152,7 @@ def test_padding_is_what_neither_a_chunk_nor_the_mask_takes(layout: RankMajorLay
 def test_the_pieces_of_an_extent_are_the_shards_that_have_elements(
     spec: TensorSpec, world_size: int
 ) -> None:
-    (extent,) = RankMajorLayout([spec], world_size).extents
+    (extent,) = Layout([spec], world_size).extents
     assert len(extent.pieces) <= 2
     told = [
         (rank, piece.start + index * piece.shard_shape[spec.dim], piece.shard_shape)
@@ -174,7 +174,7 @@ def test_runs_of_one_dtype_lie_together_in_order_of_first_appearance() -> None:
         TensorSpec(shape=(5,), dtype=torch.float32),
         TensorSpec(shape=(4,), dtype=torch.float16),
     ]
-    layout = RankMajorLayout(specs, 1)
+    layout = Layout(specs, 1)
     # fp16: 3 + 4 elements are 14 bytes, so the fp32 run starts at 16 and ends at 36.
     assert [extent.offset for extent in layout.extents] == [0, 16, 6]
     assert layout.buffer == BufferSpec(dtype=torch.uint8, slice_numel=48)
@@ -182,7 +182,7 @@ def test_runs_of_one_dtype_lie_together_in_order_of_first_appearance() -> None:
 
 
 def test_a_uniform_layout_has_its_tensors_dtype_and_a_mask_after_them() -> None:
-    layout = RankMajorLayout([SPEC, SPEC], 2, mask_numel=2)
+    layout = Layout([SPEC, SPEC], 2, mask_numel=2)
     # Two chunks of 2 rows of 2 floats are 32 bytes; a mask of two and two floats of padding follow.
     assert layout.buffer == BufferSpec(dtype=torch.float32, slice_numel=12)
     assert layout.mask_offset == 32
@@ -194,20 +194,15 @@ def test_a_uniform_layout_has_its_tensors_dtype_and_a_mask_after_them() -> None:
 
 def test_layouts_compare_and_hash_by_value() -> None:
     first, second = (
-        RankMajorLayout([SPEC], 2, mask_numel=1),
-        RankMajorLayout([SPEC], 2, mask_numel=1),
+        Layout([SPEC], 2, mask_numel=1),
+        Layout([SPEC], 2, mask_numel=1),
     )
     assert first == second
     assert hash(first) == hash(second)
     for other in (
-        RankMajorLayout([SPEC], 3, mask_numel=1),
-        RankMajorLayout([SPEC], 2),
-        RankMajorLayout([HALF], 2, mask_numel=1),
+        Layout([SPEC], 3, mask_numel=1),
+        Layout([SPEC], 2),
+        Layout([HALF], 2, mask_numel=1),
     ):
         assert first != other
     assert first != "a layout"
-
-
-def test_a_rank_major_layout_is_a_layout() -> None:
-    layout: Layout = RankMajorLayout([SPEC], 2)  # mypy checks it too
-    assert isinstance(layout, Layout)

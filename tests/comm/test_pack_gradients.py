@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fullshard.comm import RankMajorLayout, ReduceScaling, TensorSpec, reduction_scaling
+from fullshard.comm import Layout, ReduceScaling, TensorSpec, reduction_scaling
 from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.buffers.packing import pack_gradients
 from fullshard.comm.layouts.views import even_ranks, gap_views, mask_view, piece_views
@@ -24,12 +24,12 @@ WORLDS = [
 ]
 
 
-def layout_of(rows: tuple[int, ...], world_size: int) -> RankMajorLayout:
+def layout_of(rows: tuple[int, ...], world_size: int) -> Layout:
     specs = [TensorSpec(shape=(n, 5), dtype=torch.float32) for n in rows]
-    return RankMajorLayout(specs, world_size, mask_numel=len(specs))
+    return Layout(specs, world_size, mask_numel=len(specs))
 
 
-def dirty_buffer(layout: RankMajorLayout) -> Buffer:
+def dirty_buffer(layout: Layout) -> Buffer:
     spec = layout.buffer
     numel = spec.slice_numel * layout.world_size
     return Buffer(torch.full((numel,), math.nan), layout, 0)
@@ -73,8 +73,8 @@ def test_a_buffer_that_serves_again_holds_what_each_reduction_packs(
 
 def test_tensors_that_lie_otherwise_are_not_taken_for_rows_side_by_side() -> None:
     columns = TensorSpec(shape=(4, 6), dtype=torch.float32, dim=1)
-    assert even_ranks(RankMajorLayout([columns], 2)) == 0
+    assert even_ranks(Layout([columns], 2)) == 0
     number = TensorSpec(shape=(), dtype=torch.float32)
-    assert even_ranks(RankMajorLayout([number], 2)) == 0
+    assert even_ranks(Layout([number], 2)) == 0
     mixed = [TensorSpec(shape=(4,), dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
-    assert even_ranks(RankMajorLayout([mixed[1], mixed[0]], 4)) == 0
+    assert even_ranks(Layout([mixed[1], mixed[0]], 4)) == 0

@@ -16,7 +16,7 @@ from fullshard.comm import (
     DefaultReduceScatter,
     EventKind,
     EventLog,
-    RankMajorLayout,
+    Layout,
     TensorSpec,
     foreach_reduce,
     observe,
@@ -52,7 +52,7 @@ def test_each_rank_gets_its_shard_of_the_mean(dtype: torch.dtype) -> None:
     group = world()
     rank, world_size = group.rank(), group.size()
     specs = specs_of(dtype)
-    layout = RankMajorLayout(specs, world_size)
+    layout = Layout(specs, world_size)
     config = reduce_config(group, dtype=dtype)
     reduced = foreach_reduce(gradients_of(rank, specs), layout, config).wait()
     assert reduced.mask is None
@@ -69,7 +69,7 @@ def test_a_missing_gradient_counts_as_zero_and_the_mask_tells_whether_any_rank_h
     group = world()
     rank, world_size = group.rank(), group.size()
     specs = [TensorSpec(shape=(5, 2), dtype=torch.float32)] * 4
-    layout = RankMajorLayout(specs, world_size, mask_numel=4)
+    layout = Layout(specs, world_size, mask_numel=4)
     # All ranks have 0, only the last has 1, nobody has 2, all but rank 0 have 3.
     has = [True, rank == world_size - 1, False, rank != 0]
     gradients = [torch.ones(5, 2) if each else None for each in has]
@@ -85,7 +85,7 @@ def test_a_missing_gradient_counts_as_zero_and_the_mask_tells_whether_any_rank_h
 def test_between_ranks_of_one_host_gradients_go_as_soon_as_every_rank_has_come() -> None:
     """Nor is there memory for the result before: a reduction that waits for a rank needs none."""
     group = world()
-    layout = RankMajorLayout([TensorSpec(shape=(4, 3), dtype=torch.float32)], 2)
+    layout = Layout([TensorSpec(shape=(4, 3), dtype=torch.float32)], 2)
     config, last = reduce_config(group), group.rank() == 1
     if last:
         dist.barrier(group)
@@ -106,7 +106,7 @@ def test_between_ranks_of_one_host_gradients_go_as_soon_as_every_rank_has_come()
 def test_masks_lie_outside_the_divisor(dtype: torch.dtype) -> None:
     group = world()
     specs = [TensorSpec(shape=(3,), dtype=dtype)]
-    layout = RankMajorLayout(specs, 4, mask_numel=1)
+    layout = Layout(specs, 4, mask_numel=1)
     scaling = reduction_scaling(4, dtype, averages=False, divide_factor=1e30)
     given = [torch.ones(3, dtype=dtype) if group.rank() == 3 else None]
     config = reduce_config(group, DefaultReduceScatter(), scaling)
@@ -119,7 +119,7 @@ def test_masks_lie_outside_the_divisor(dtype: torch.dtype) -> None:
 def test_gradients_are_cast_to_the_reduce_dtype_and_may_have_any_strides() -> None:
     group = world()
     spec = TensorSpec(shape=(4, 3), dtype=torch.float32, dim=1)
-    layout = RankMajorLayout([spec], 2)
+    layout = Layout([spec], 2)
     full = torch.arange(12, dtype=torch.bfloat16).view(3, 4).t()
     expanded = torch.ones((), dtype=torch.bfloat16).expand(4, 3)
     for gradient in (full, expanded):
@@ -130,7 +130,7 @@ def test_gradients_are_cast_to_the_reduce_dtype_and_may_have_any_strides() -> No
 @distributed(2)
 def test_waiting_twice_gives_the_same_result_scaled_once() -> None:
     group = world()
-    layout = RankMajorLayout([TensorSpec(shape=(4,), dtype=torch.float32)], 2)
+    layout = Layout([TensorSpec(shape=(4,), dtype=torch.float32)], 2)
     in_flight = foreach_reduce([torch.ones(4)], layout, reduce_config(group))
     assert in_flight.work is not None
     first = in_flight.wait()
@@ -162,7 +162,7 @@ class _EveryRankAlike:
 
 def test_an_fp32_gradient_beyond_fp16_overflows_neither_in_the_cast_nor_in_the_sum() -> None:
     """Of 256 numbers over 128 ranks, which all have this gradient; masks are not scaled."""
-    layout = RankMajorLayout([TensorSpec(shape=(256,), dtype=torch.float16)], 128, mask_numel=1)
+    layout = Layout([TensorSpec(shape=(256,), dtype=torch.float16)], 128, mask_numel=1)
     scaling = reduction_scaling(128, torch.float16, averages=False, divide_factor=2.0**20)
     config = reduce_config(group_of(5, 128), _EveryRankAlike(), scaling)
     gradient = torch.full((256,), 2.0**17)  # fp16 ends below 2 ** 16
@@ -173,7 +173,7 @@ def test_an_fp32_gradient_beyond_fp16_overflows_neither_in_the_cast_nor_in_the_s
 
 def test_nothing_uninitialised_is_sent() -> None:
     specs = specs_of(torch.float32)
-    layout = RankMajorLayout(specs, 4, mask_numel=len(specs))
+    layout = Layout(specs, 4, mask_numel=len(specs))
     comm = _EveryRankAlike()  # allocates NaN
     given = [None if index % 2 else each for index, each in enumerate(gradients_of(0, specs))]
     foreach_reduce(given, layout, reduce_config(group_of(0, 4), comm)).wait()
@@ -183,7 +183,7 @@ def test_nothing_uninitialised_is_sent() -> None:
 def test_one_rank_reduces_with_itself() -> None:
     specs = specs_of(torch.float32)
     gradients = gradients_of(0, specs)
-    in_flight = foreach_reduce(gradients, RankMajorLayout(specs, 1), reduce_config(group_of(0, 1)))
+    in_flight = foreach_reduce(gradients, Layout(specs, 1), reduce_config(group_of(0, 1)))
     shards = in_flight.wait().shards
     for shard, gradient, spec in zip(shards, gradients, specs, strict=True):
         assert torch.equal(shard, gradient.view(spec.laid_shape))
@@ -191,7 +191,7 @@ def test_one_rank_reduces_with_itself() -> None:
 
 def test_events_tell_of_the_packing_and_the_collective_and_their_bytes() -> None:
     specs = specs_of(torch.float32)
-    layout = RankMajorLayout(specs, 4)
+    layout = Layout(specs, 4)
     log = EventLog()
     with observe(log):
         config = reduce_config(group_of(2, 4), _EveryRankAlike())
@@ -208,7 +208,7 @@ def test_events_tell_of_the_packing_and_the_collective_and_their_bytes() -> None
 
 def test_on_an_accelerator_the_collective_runs_beside_the_next_packing() -> None:
     specs = [TensorSpec(shape=(4,), dtype=torch.float32)]
-    layout = RankMajorLayout(specs, 1)
+    layout = Layout(specs, 1)
     scaling = reduction_scaling(1, torch.float32, averages=False, divide_factor=2.0)
     with stand_in_accelerator() as (module, streams):
         comm = AloneReduceScatter(module)
@@ -243,7 +243,7 @@ def test_on_an_accelerator_inputs_live_as_long_as_others_may_be_alive(inputs: in
     with stand_in_accelerator() as (_, streams):
         options: dict[str, Any] = {"streams": streams, "inputs_in_flight": inputs}
         config = reduce_config(group_of(0, 1), Noting(), **options)
-        layout = RankMajorLayout(specs, 1)
+        layout = Layout(specs, 1)
         flights = [foreach_reduce([torch.ones(4)], layout, config) for _ in range(3)]
         gc.collect()
         assert [each() is not None for each in kept] == [False, False, inputs == 2]
@@ -272,7 +272,7 @@ def test_on_a_device_with_one_queue_an_input_lives_until_its_collective_is_over(
 
     with simulated("cpu", DeviceTraits(streams=False, numbered=False)):
         config = reduce_config(group_of(0, 1), Noting())
-        layout = RankMajorLayout([TensorSpec(shape=(4,), dtype=torch.float32)], 1)
+        layout = Layout([TensorSpec(shape=(4,), dtype=torch.float32)], 1)
         flight = foreach_reduce([torch.ones(4)], layout, config)
         gc.collect()
         assert (kept[0]() is None) == over

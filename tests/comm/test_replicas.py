@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard.comm import (
-    RankMajorLayout,
+    Layout,
     SharedMemoryTransport,
     TensorSpec,
     all_reduce_shards,
@@ -123,7 +123,7 @@ class _Hybrid:
         self.settings = replace(config, scaling=replace(self.scaling, post=1.0))
         specs = [TensorSpec(shape=shape, dtype=dtype) for shape in shapes]
         masks = sum(spec.numel > 0 for spec in specs)
-        self.layout = RankMajorLayout(specs, 2, mask_numel=masks)
+        self.layout = Layout(specs, 2, mask_numel=masks)
 
     def given(self, rank: int, salt: int = 0) -> list[torch.Tensor]:
         return [

@@ -17,9 +17,9 @@ from fullshard.comm import (
     CollectiveMismatchError,
     DefaultAllGather,
     GatherConfig,
+    Layout,
     PeerLostError,
     ProcessGroupTransport,
-    RankMajorLayout,
     SharedMemoryTransport,
     TensorSpec,
 )
@@ -60,7 +60,7 @@ def opened() -> tuple[SharedTensors, GatherConfig]:
     """Tensors of ``SPECS`` in a shared buffer of all ranks, and what gathers them."""
     buffer = SharedMemoryTransport().open_shared_buffer(world(), 4096)
     config = gather_config(world(), DefaultAllGather(), name="x")
-    layout = RankMajorLayout(SPECS, dist.get_world_size())
+    layout = Layout(SPECS, dist.get_world_size())
     return SharedTensors(buffer, tensors_in(buffer.memory, SPECS), layout, config), config
 
 

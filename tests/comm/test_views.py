@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.comm import RankMajorLayout, TensorSpec
+from fullshard.comm import Layout, TensorSpec
 from fullshard.comm.layouts.views import full_views, gap_views, mask_view, piece_views, shard_views
 from support.collectives import shard_of
 
@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.int64
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> RankMajorLayout:
+def layouts(draw: st.DrawFn) -> Layout:
     dtypes = DTYPES if draw(st.booleans()) else [draw(st.sampled_from(DTYPES))]
     specs = []
     for _ in range(draw(st.integers(1, 5))):
@@ -22,7 +22,7 @@ def layouts(draw: st.DrawFn) -> RankMajorLayout:
         dim = draw(st.integers(0, max(len(shape) - 1, 0)))
         specs.append(TensorSpec(shape=shape, dtype=draw(st.sampled_from(dtypes)), dim=dim))
     mask = len(specs) if len({spec.dtype for spec in specs}) == 1 else 0
-    return RankMajorLayout(specs, draw(st.integers(1, 6)), mask_numel=mask)
+    return Layout(specs, draw(st.integers(1, 6)), mask_numel=mask)
 
 
 def numbered(spec: TensorSpec) -> torch.Tensor:
@@ -30,17 +30,17 @@ def numbered(spec: TensorSpec) -> torch.Tensor:
     return (torch.arange(spec.numel) * 7 % 5).view(spec.shape).to(spec.dtype)
 
 
-def new_slice(layout: RankMajorLayout) -> torch.Tensor:
+def new_slice(layout: Layout) -> torch.Tensor:
     return torch.zeros(layout.buffer.slice_numel, dtype=layout.buffer.dtype)
 
 
-def new_buffer(layout: RankMajorLayout) -> torch.Tensor:
+def new_buffer(layout: Layout) -> torch.Tensor:
     return new_slice(layout).repeat(layout.world_size)
 
 
 @given(layouts())
 def test_packing_gathering_and_unpacking_gives_the_full_tensors_back(
-    layout: RankMajorLayout,
+    layout: Layout,
 ) -> None:
     fulls = [numbered(spec) for spec in layout.specs]
     slices = []
@@ -62,7 +62,7 @@ def test_packing_gathering_and_unpacking_gives_the_full_tensors_back(
 
 
 @given(layouts())
-def test_packing_gradients_puts_each_ranks_shard_in_its_slice(layout: RankMajorLayout) -> None:
+def test_packing_gradients_puts_each_ranks_shard_in_its_slice(layout: Layout) -> None:
     buffer = new_buffer(layout)
     fulls = [numbered(spec) for spec in layout.specs]
     targets = piece_views(buffer, layout, range(layout.world_size))
@@ -80,7 +80,7 @@ def test_packing_gradients_puts_each_ranks_shard_in_its_slice(layout: RankMajorL
 
 @given(layouts())
 def test_shards_gaps_and_masks_cover_every_byte_of_the_buffer_once(
-    layout: RankMajorLayout,
+    layout: Layout,
 ) -> None:
     buffer = new_buffer(layout)
     everyone = range(layout.world_size)
@@ -96,14 +96,14 @@ def test_shards_gaps_and_masks_cover_every_byte_of_the_buffer_once(
 
 def test_what_hundreds_of_ranks_hold_nothing_of_is_one_gap() -> None:
     specs = [TensorSpec(shape=(8, 3), dtype=torch.float32) for _ in range(100)]
-    layout = RankMajorLayout(specs, 256, mask_numel=100)
+    layout = Layout(specs, 256, mask_numel=100)
     gaps = gap_views(new_buffer(layout), layout, range(layout.world_size))
     assert len(gaps) <= 3
 
 
 def test_full_views_follow_strides_and_storage_offsets() -> None:
     spec = TensorSpec(shape=(4, 6), dtype=torch.int64, dim=1)
-    (extent,) = RankMajorLayout([spec], 4).extents
+    (extent,) = Layout([spec], 4).extents
     full = torch.arange(60).view(6, 10)[:, 3:7].t()  # shape (4, 6), strides (1, 10), offset 3
     first, *rest = full_views(full, spec, extent.pieces)
     assert not rest  # 6 rows on 4 ranks: three full chunks of 2, nobody has a tail
@@ -111,7 +111,7 @@ def test_full_views_follow_strides_and_storage_offsets() -> None:
 
 
 def test_views_follow_a_buffers_storage_offset() -> None:
-    layout = RankMajorLayout(
+    layout = Layout(
         [TensorSpec(shape=(3,), dtype=torch.float32), TensorSpec(shape=(2,), dtype=torch.int64)], 1
     )
     pool = torch.zeros(layout.buffer.slice_numel + 64, dtype=torch.uint8)
@@ -124,7 +124,7 @@ def test_views_follow_a_buffers_storage_offset() -> None:
 
 
 def test_masks_lie_behind_the_tensors_of_every_slice() -> None:
-    layout = RankMajorLayout([TensorSpec(shape=(3,), dtype=torch.float32)], 2, mask_numel=1)
+    layout = Layout([TensorSpec(shape=(3,), dtype=torch.float32)], 2, mask_numel=1)
     buffer = new_buffer(layout)
     assert mask_view(buffer, layout).shape == (2, 1)
     mask_view(buffer, layout).fill_(5.0)

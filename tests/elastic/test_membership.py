@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.comm import RankMajorLayout, TensorSpec
+from fullshard.comm import Layout, TensorSpec
 from fullshard.comm.spi import own_mask, shard_views
 from fullshard.elastic.membership import Member, Roster, next_lineage
 from fullshard.elastic.pieces import Peer, copied_into, packed, packed_numel, pairs_with
@@ -69,10 +69,10 @@ def test_what_ranks_of_another_group_send_is_a_ranks_own_slice(
     specs: list[TensorSpec], mine: int, theirs: int
 ) -> None:
     whole = [torch.randn(spec.laid_shape) for spec in specs]
-    here = RankMajorLayout(specs, mine, mask_numel=len(specs))
-    there = RankMajorLayout(specs, theirs, mask_numel=len(specs))
+    here = Layout(specs, mine, mask_numel=len(specs))
+    there = Layout(specs, theirs, mask_numel=len(specs))
 
-    def slice_of(layout: RankMajorLayout, rank: int) -> torch.Tensor:
+    def slice_of(layout: Layout, rank: int) -> torch.Tensor:
         output = torch.zeros(layout.buffer.slice_numel)
         shards = shard_views(output, layout, rank)
         for spec, full, shard in zip(specs, whole, shards, strict=True):

@@ -12,7 +12,7 @@ from fullshard.comm import (
     CommStreams,
     DefaultAllGather,
     DefaultReduceScatter,
-    RankMajorLayout,
+    Layout,
     all_gather_tensors,
     foreach_all_gather,
     foreach_all_gather_copy_out,
@@ -125,7 +125,7 @@ def _gather(
     rank: ThreadRank, shards: list[torch.Tensor], streams: CommStreams
 ) -> list[torch.Tensor]:
     specs = specs_of((torch.float32,))
-    layout = RankMajorLayout(specs, rank.world_size)
+    layout = Layout(specs, rank.world_size)
     config = gather_config(rank.group, DefaultAllGather(), streams=streams, device=CARD)
     streams.synchronize_with_current()
     outputs = [torch.empty(spec.shape, device=CARD) for spec in specs]
@@ -136,6 +136,6 @@ def _gather(
 def _reduce(
     rank: ThreadRank, gradients: list[torch.Tensor], streams: CommStreams
 ) -> list[torch.Tensor]:
-    layout = RankMajorLayout(specs_of((torch.float32,)), rank.world_size)
+    layout = Layout(specs_of((torch.float32,)), rank.world_size)
     config = reduce_config(rank.group, DefaultReduceScatter(), streams=streams, device=CARD)
     return foreach_reduce(gradients, layout, config).wait().shards

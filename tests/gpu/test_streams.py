@@ -18,7 +18,7 @@ from fullshard.comm import (
     CommStreams,
     DefaultAllGather,
     DefaultReduceScatter,
-    RankMajorLayout,
+    Layout,
     TensorSpec,
     foreach_all_gather,
     foreach_all_gather_copy_out,
@@ -51,7 +51,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGrou
 def test_a_gather_sees_what_was_written_last(
     group: dist.ProcessGroup, streams: type[CommStreams], async_op: bool
 ) -> None:
-    layout = RankMajorLayout(SPECS, 1)
+    layout = Layout(SPECS, 1)
     config = gather_config(group, DefaultAllGather(), streams=streams(CARD), device=CARD)
     shards = [torch.zeros(spec.shape, device=CARD) for spec in SPECS]
     results = []
@@ -73,7 +73,7 @@ def test_a_gather_sees_what_was_written_last(
 def test_a_reduction_reads_gradients_that_are_freed_at_once(
     group: dist.ProcessGroup, streams: type[CommStreams]
 ) -> None:
-    layout = RankMajorLayout(SPECS, 1)
+    layout = Layout(SPECS, 1)
     scaling = reduction_scaling(1, torch.float32, averages=True, divide_factor=2.0)
     options: dict[str, Any] = {"streams": streams(CARD), "device": CARD}
     config = reduce_config(group, DefaultReduceScatter(), scaling, **options)

@@ -22,7 +22,7 @@ from fullshard.comm import (
     DefaultReduceScatter,
     EventKind,
     EventLog,
-    RankMajorLayout,
+    Layout,
     ReducedShards,
     TensorSpec,
     all_gather_tensors,
@@ -92,7 +92,7 @@ def test_what_few_ranks_hold_comes_to_all_of_them(
     world: int, shapes: Any, dtypes: Any, streams: type[CommStreams]
 ) -> None:
     specs = _specs(shapes, dtypes)
-    layout = RankMajorLayout(specs, world)
+    layout = Layout(specs, world)
     few = for_first_ranks(layout)
     assert few is not None and few.world_size == WORLDS[world]
     fulls = [full_tensors(specs, number) for number in range(3)]
@@ -124,7 +124,7 @@ def test_reductions_to_few_ranks_are_those_to_all_to_the_bit(
     """Also where a gradient is missing on some ranks or all, and where a result is filled again."""
     world = 32
     specs = _specs(shapes, (dtype,))
-    layout = RankMajorLayout(specs, world, mask_numel=len(specs))
+    layout = Layout(specs, world, mask_numel=len(specs))
     few = for_first_ranks(layout)
     assert few is not None and few.world_size == WORLDS[world]
     scaling = reduction_scaling(world, dtype, averages=averages)
@@ -161,7 +161,7 @@ def test_reductions_to_few_ranks_are_those_to_all_to_the_bit(
 
 def test_several_reductions_in_flight_do_not_mix() -> None:
     specs = _specs(UNEVEN, (torch.float32,))
-    layout = RankMajorLayout(specs, 32, mask_numel=len(specs))
+    layout = Layout(specs, 32, mask_numel=len(specs))
 
     def body(rank: ThreadRank) -> list[ReducedShards]:
         config = reduce_config(rank.group, source=BufferPool())
@@ -180,8 +180,8 @@ def test_several_reductions_in_flight_do_not_mix() -> None:
 
 def test_only_the_slices_of_those_ranks_travel_and_have_memory() -> None:
     specs = _specs(EVEN, (torch.float32,))
-    gathered = RankMajorLayout(specs, 32)
-    reduced = RankMajorLayout(specs, 32, mask_numel=len(specs))
+    gathered = Layout(specs, 32)
+    reduced = Layout(specs, 32, mask_numel=len(specs))
 
     def body(rank: ThreadRank) -> tuple[int, int]:
         sources = BufferPool(), BufferPool()
@@ -221,7 +221,7 @@ class _OwnAllocator:
 
 def test_a_collective_or_allocator_of_a_users_own_sees_full_width() -> None:
     specs = _specs(EVEN, (torch.float32,))
-    layout = RankMajorLayout(specs, 32)
+    layout = Layout(specs, 32)
     whole = layout.buffer.slice_nbytes * 32
 
     def body(rank: ThreadRank) -> None:
@@ -243,7 +243,7 @@ def test_a_collective_or_allocator_of_a_users_own_sees_full_width() -> None:
 
 def test_what_many_of_the_ranks_hold_travels_at_full_width() -> None:
     specs = _specs(TALL, (torch.float32,))
-    assert for_first_ranks(RankMajorLayout(specs, 32)) is None
+    assert for_first_ranks(Layout(specs, 32)) is None
 
     def body(rank: ThreadRank) -> None:
         full = full_tensors(specs)
@@ -253,7 +253,7 @@ def test_what_many_of_the_ranks_hold_travels_at_full_width() -> None:
     log = EventLog()
     with observe(log):
         run_on_threads(body, 32)
-    whole = RankMajorLayout(specs, 32).buffer.slice_nbytes * 32
+    whole = Layout(specs, 32).buffer.slice_nbytes * 32
     assert _nbytes(EventKind.ALL_GATHER, log) == [whole]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from fullshard.comm import (
     CommStreams,
-    RankMajorLayout,
+    Layout,
     foreach_all_gather,
     foreach_all_gather_copy_out,
 )
@@ -43,7 +43,7 @@ def test_128_ranks_gather_uneven_tensors_bit_for_bit(
     dtypes: tuple[torch.dtype, ...], async_op: bool, streams: type[CommStreams]
 ) -> None:
     specs = specs_of(dtypes)
-    layout = RankMajorLayout(specs, WORLD)
+    layout = Layout(specs, WORLD)
     full = full_tensors(specs)
 
     def body(rank: ThreadRank) -> None:
@@ -62,7 +62,7 @@ def test_128_ranks_gather_uneven_tensors_bit_for_bit(
 @pytest.mark.parametrize("size", [8, 1])
 def test_a_smaller_world_gathers_among_its_own_ranks_only(size: int) -> None:
     specs = specs_of((torch.float32, torch.bfloat16))
-    layout = RankMajorLayout(specs, size)
+    layout = Layout(specs, size)
     fulls = [full_tensors(specs, block) for block in range(WORLD // size)]
 
     def body(rank: ThreadRank) -> None:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from fullshard.comm import (
     CommStreams,
     Layout,
-    RankMajorLayout,
     ReducedShards,
     ReduceScaling,
     TensorSpec,
@@ -90,7 +89,7 @@ def test_128_ranks_reduce_uneven_gradients_to_the_mean(
     dtype: torch.dtype, streams: type[CommStreams], averages: bool
 ) -> None:
     specs = specs_of((dtype,))
-    layout = RankMajorLayout(specs, WORLD, mask_numel=len(specs))
+    layout = Layout(specs, WORLD, mask_numel=len(specs))
     everyones = [full_tensors(specs, rank) for rank in range(WORLD)]
     scaling = reduction_scaling(WORLD, dtype, averages=averages)
 
@@ -109,7 +108,7 @@ def test_128_ranks_reduce_uneven_gradients_to_the_mean(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gradient_that_one_of_128_ranks_has_is_known_to_all(dtype: torch.dtype) -> None:
     specs = [TensorSpec(shape=(130, 2), dtype=dtype)] * 4
-    layout = RankMajorLayout(specs, WORLD, mask_numel=len(specs))
+    layout = Layout(specs, WORLD, mask_numel=len(specs))
     everyones = [full_tensors(specs, rank) for rank in range(WORLD)]
     holders = [set(range(WORLD)), {77}, set(), set(range(0, WORLD, 3))]
     scaling = reduction_scaling(WORLD, dtype, averages=False)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fullshard.comm import (
     DefaultAllGather,
-    RankMajorLayout,
+    Layout,
     TensorSpec,
     foreach_all_gather,
     foreach_all_gather_copy_out,
@@ -177,7 +177,7 @@ def test_every_rank_gathers_what_became_of_each_shard_beside_what_travels_as_it_
     ]
     specs = [spec for spec, _ in drawn_specs]
     fulls = [drawn(spec, seed + place).to(spec.dtype) for place, spec in enumerate(specs)]
-    layout = RankMajorLayout(forms, ranks)
+    layout = Layout(forms, ranks)
 
     def body(rank: ThreadRank) -> Sequence[torch.Tensor]:
         config = gather_config(rank.group, DefaultAllGather())

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fullshard.comm import (
     AllToAllTransport,
     DefaultReduceScatter,
-    RankMajorLayout,
+    Layout,
     ReduceConfig,
     TensorSpec,
     reduction_scaling,
@@ -113,7 +113,7 @@ def test_what_arrived_and_what_is_kept_is_the_sum_of_all_gradients(
 ) -> None:
     """Whatever is missing on some rank; in bf16 to the rounding of sums over ranks."""
     specs = [TensorSpec(shape=shape, dtype=dtype, dim=dim) for (shape, dim), _ in drawn]
-    layout = RankMajorLayout(specs, world, mask_numel=len(specs))
+    layout = Layout(specs, world, mask_numel=len(specs))
 
     def gradients(rank: int, step: int) -> list[torch.Tensor | None]:
         generator = torch.Generator().manual_seed((seed * 64 + rank) * 64 + step)

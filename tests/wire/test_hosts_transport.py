@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from fullshard.comm import (
     DefaultReduceScatter,
+    Layout,
     PeerLostError,
-    RankMajorLayout,
     TensorSpec,
     default_reduce_scatter,
 )
@@ -78,7 +78,7 @@ def test_a_reduction_is_the_sum_by_hosts_and_narrow_between_them_only(
     policy = WirePolicy(reduction_rules=rules, hosts=per_host)
     cpu = torch.device("cpu")
     forms = [policy.reduced_as(str(n), spec, ranks, cpu) for n, spec in enumerate(specs)]
-    layout = RankMajorLayout(specs, ranks, mask_numel=len(specs))
+    layout = Layout(specs, ranks, mask_numel=len(specs))
     everyones = [drawn_gradients(rank, specs, seed) for rank in range(ranks)]
 
     def body(rank: ThreadRank) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -263,7 +263,7 @@ def test_a_reduce_scatter_of_a_users_own_is_used_as_it_is() -> None:
 
     def body(rank: ThreadRank) -> None:
         spec = TensorSpec(shape=(4,), dtype=torch.float32)
-        layout, config = RankMajorLayout([spec], 4), reduce_config(world(), Own())
+        layout, config = Layout([spec], 4), reduce_config(world(), Own())
         assert WirePolicy(hosts=2).reduction(layout, [spec], config).config.comm is config.comm
 
     run_program_on_threads(body, 4)

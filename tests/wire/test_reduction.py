@@ -17,7 +17,7 @@ from fullshard.comm import (
     DefaultReduceScatter,
     EventKind,
     EventLog,
-    RankMajorLayout,
+    Layout,
     ReduceConfig,
     ReduceScaling,
     TensorSpec,
@@ -77,7 +77,7 @@ def test_each_rank_gets_the_wide_sum_of_narrow_parts_and_the_mask_to_the_last_bi
 ) -> None:
     specs = [TensorSpec(shape=shape, dtype=torch.float32, dim=dim) for (shape, dim), _ in drawn]
     forms = [sent_as(spec, form, world_size) for spec, (_, form) in zip(specs, drawn, strict=True)]
-    layout = RankMajorLayout(specs, world_size, mask_numel=len(specs))
+    layout = Layout(specs, world_size, mask_numel=len(specs))
     everyones = [drawn_gradients(rank, specs, seed) for rank in range(world_size)]
 
     def body(rank: ThreadRank) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -114,7 +114,7 @@ def test_a_sum_is_off_by_half_a_unit_of_each_part_at_most(
 def test_what_a_sum_in_bf16_loses_arrives() -> None:
     group = world()
     spec = TensorSpec(shape=(2000,), dtype=torch.float32)
-    layout = RankMajorLayout([spec], 2, mask_numel=1)
+    layout = Layout([spec], 2, mask_numel=1)
     scaling = reduction_scaling(2, torch.float32, averages=False, divide_factor=1.0)
     plan = WidenedReducePlan(
         layout, [replace(spec, dtype=torch.bfloat16)], config_of(group, scaling=scaling)
@@ -133,7 +133,7 @@ def test_an_average_is_computed_where_parts_are_added_so_that_every_backend_has_
     op: str,
 ) -> None:
     spec = TensorSpec(shape=(4, 2), dtype=torch.float32)
-    layout = RankMajorLayout([spec], 4, mask_numel=1)
+    layout = Layout([spec], 4, mask_numel=1)
     scaling = ReduceScaling(op=getattr(dist.ReduceOp, op), pre=1.0, post=1.0, used=4.0)
 
     def body(rank: ThreadRank) -> tuple[float, float]:
@@ -157,7 +157,7 @@ class _Own(Allocates):
 def test_what_cannot_be_reduced_so_is_refused_by_the_groups_name() -> None:
     group = world()
     spec = TensorSpec(shape=(4,), dtype=torch.float32)
-    layout, narrow = RankMajorLayout([spec], 1), replace(spec, dtype=torch.bfloat16)
+    layout, narrow = Layout([spec], 1), replace(spec, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"blocks\.0: .* _Own is a reduce-scatter of your own"):
         WidenedReducePlan(layout, [narrow], config_of(group, comm=_Own()))
     with pytest.raises(ValueError, match=r"blocks\.0: got forms .* of the same shape and dim"):

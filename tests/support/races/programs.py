@@ -20,7 +20,7 @@ from fullshard.comm import (
     CommStreams,
     DefaultAllGather,
     DefaultReduceScatter,
-    RankMajorLayout,
+    Layout,
     ReduceConfig,
     TensorSpec,
     foreach_reduce,
@@ -395,7 +395,7 @@ def reduce_in_flight(mesh: DeviceMesh) -> list[torch.Tensor]:
         device=canonical_device(device),
         scaling=reduction_scaling(group.size(), torch.float32, averages=False),
     )
-    layout, flights = RankMajorLayout(specs, group.size()), []
+    layout, flights = Layout(specs, group.size()), []
     for number in range(4):
         gradient = torch.full(specs[0].shape, float(number), device=device)
         flights.append(foreach_reduce([gradient], layout, config))

@@ -26,7 +26,6 @@ from fullshard.comm.debug.debug import check_collective, debug_collectives, set_
 from fullshard.comm.debug.desync import CollectiveMismatchError
 from fullshard.comm.debug.timeline import file_access, waiting
 from fullshard.comm.layouts.layout import BufferSpec, Layout, TensorSpec
-from fullshard.comm.layouts.rank_major import RankMajorLayout
 from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling, reduction_scaling
 from fullshard.comm.runtime.observer import (
     CommStatistics,
@@ -92,7 +91,6 @@ __all__ = [
     "PeerLostError",
     "ProcessGroupAllocator",
     "ProcessGroupTransport",
-    "RankMajorLayout",
     "ReduceConfig",
     "ReduceInFlight",
     "ReduceOp",

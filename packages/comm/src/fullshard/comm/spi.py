@@ -23,8 +23,7 @@ from fullshard.comm.debug.debug import (
 from fullshard.comm.debug.desync import DesyncDetector
 from fullshard.comm.debug.timeline import Taken, Timeline
 from fullshard.comm.layouts.coded import CodedSpec, as_arrived, by_holder
-from fullshard.comm.layouts.layout import pieces_of
-from fullshard.comm.layouts.rank_major import rank_major
+from fullshard.comm.layouts.layout import pieces_of, rank_major
 from fullshard.comm.layouts.scaling import backend_averages, op_name
 from fullshard.comm.layouts.views import own_mask, shard_views
 from fullshard.comm.runtime.carriers import carrier_of, host_carrier_of

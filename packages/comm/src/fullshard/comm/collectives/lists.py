@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from fullshard.comm.collectives.gather import foreach_all_gather, foreach_all_gather_copy_out
 from fullshard.comm.collectives.reduce import foreach_reduce
-from fullshard.comm.layouts.layout import TensorSpec
-from fullshard.comm.layouts.rank_major import rank_major
+from fullshard.comm.layouts.layout import TensorSpec, rank_major
 from fullshard.comm.layouts.scaling import backend_averages, reduction_scaling
 from fullshard.comm.runtime.required import require
 from fullshard.comm.runtime.streams import CommStreams, canonical_device

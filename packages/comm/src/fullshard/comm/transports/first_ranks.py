@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.layouts.layout import Layout
-from fullshard.comm.layouts.rank_major import RankMajorLayout
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.works import SeveralWorks
@@ -32,20 +31,20 @@ __all__ = ["all_reduce_slices", "broadcast_slices", "for_first_ranks"]
 
 
 @functools.lru_cache(maxsize=4096)
-def for_first_ranks(layout: Layout) -> RankMajorLayout | None:
+def for_first_ranks(layout: Layout) -> Layout | None:
     """``layout`` for the first ranks, if those few hold all of it; None if they are not few.
 
     These ranks hold one row each, because with more rows per rank at least half of all ranks would
     hold rows. The result therefore equals the layout of a world of these ranks, with equal slices.
     """
-    if not isinstance(layout, RankMajorLayout) or layout.world_size == 1:
+    if layout.world_size == 1:
         return None
     ends = [piece.first_rank + piece.ranks for extent in layout.extents for piece in extent.pieces]
     holding = max(ends, default=0)
     steps = holding * (layout.world_size - 1).bit_length()  # bits: the logarithm, rounded up
     if not holding or 2 * steps >= layout.world_size:
         return None
-    few = RankMajorLayout(layout.specs, holding, mask_numel=layout.mask_numel)
+    few = Layout(layout.specs, holding, mask_numel=layout.mask_numel)
     assert few.buffer == layout.buffer, "slices lie alike"
     return few
 
