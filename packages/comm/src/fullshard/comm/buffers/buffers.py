@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -34,7 +34,6 @@ class Buffer:
         block: the memory block of the pool that contains the buffer; None if the buffer has its own
             memory.
         ranks: consecutive ones, whose slices it has; all, unless only gradients are written to it.
-        tails: by what a mask holds, what stands behind the tensors in ``stacked``; see ``packing``.
     """
 
     tensor: torch.Tensor
@@ -42,7 +41,6 @@ class Buffer:
     rank: int
     block: torch.Tensor | None = None
     ranks: range = range(0)
-    tails: dict[float, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """All ranks, if none were named."""

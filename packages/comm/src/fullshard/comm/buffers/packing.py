@@ -51,10 +51,8 @@ def pack_gradients(
             held = views.pieces_within(layout, range(first, first + count))
             both = zip(present, held, strict=True)
             present = [each.narrow(0, at.start, count * at.shard_shape[0]) for each, (at,) in both]
-        if used not in packed.tails:
-            tail = _tail_of(layout, used, rows.device)
-            packed.tails[used] = () if tail is None else (tail.narrow(0, first, count),)
-        compat.side_by_side([*present, *packed.tails[used]], 0, count, out=rows)
+        behind = _behind(layout, count, used, rows.device)
+        compat.side_by_side([*present, *behind], 0, count, out=rows)
         if count < len(packed.ranks):
             compat.foreach_zero(packed.gaps)
             packed.mask.fill_(used)
@@ -93,16 +91,18 @@ def _copy(
 
 
 @functools.lru_cache(maxsize=1024)
-def _tail_of(layout: Layout, used: float, device: torch.device) -> torch.Tensor | None:
-    """Return the elements behind all tensors of an even layout, ``[world, n]``; None if n is 0.
+def _behind(
+    layout: Layout, ranks: int, used: float, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Return the end of the slices of ranks with equal shards, behind the tensors, if any.
 
-    A slice ends with a mask of ``used``, then zeros. The result is cached and read-only.
+    Its shape is ``[ranks, n]``: masks of ``used``, then zeros. The result is cached and read-only.
     """
     spec = layout.buffer
-    behind = spec.slice_numel - layout.mask_offset // spec.dtype.itemsize
-    if not behind:
-        return None
+    numel = spec.slice_numel - layout.mask_offset // spec.dtype.itemsize
+    if not numel:
+        return ()
     with torch.inference_mode(False):  # callers outside inference mode use it too
-        tail = torch.zeros(layout.world_size, behind, dtype=spec.dtype, device=device)
-        tail[:, : layout.mask_numel] = used
-    return tail
+        behind = torch.zeros(ranks, numel, dtype=spec.dtype, device=device)
+        behind[:, : layout.mask_numel] = used
+    return (behind,)

@@ -111,33 +111,23 @@ def _gap_plan(layout: Layout, within: range) -> tuple[_Strided, ...]:
 
     The buffer holds the slices of the ranks ``within`` only.
     """
-    buffer, world = layout.buffer, layout.world_size
-    itemsize, stride = buffer.dtype.itemsize, buffer.slice_numel
+    buffer, itemsize = layout.buffer, layout.buffer.dtype.itemsize
     end_of_mask = layout.mask_offset + layout.mask_numel * itemsize
-    taken = [(0, 0), (layout.mask_offset, end_of_mask), (buffer.slice_nbytes, buffer.slice_nbytes)]
-    empty: list[tuple[int, int, int, int]] = []  # first rank, last + 1; first byte, last + 1
-    for spec, extent in zip(layout.specs, layout.extents, strict=True):
-        row = spec.row_numel * spec.dtype.itemsize
-        end, reached = extent.offset + spec.chunk_rows(world) * row, 0
-        taken.append((extent.offset, end))
-        for piece in extent.pieces:
-            reached = piece.first_rank + piece.ranks
-            filled = math.prod(piece.shard_shape) * spec.dtype.itemsize
-            empty.append((piece.first_rank, reached, extent.offset + filled, end))
-        empty.append((reached, world, extent.offset, end))
-    empty += [(0, world, one[1], other[0]) for one, other in itertools.pairwise(sorted(taken))]
-    merged: list[tuple[int, int, int, int]] = []
-    for gap in sorted(gap for gap in empty if gap[0] < gap[1] and gap[2] < gap[3]):
-        if merged and (*merged[-1][:2], merged[-1][3]) == gap[:3]:  # side by side: not hundreds
-            gap = (*merged.pop()[:3], gap[3])
-        merged.append(gap)
+    always = [(0, 0), (layout.mask_offset, end_of_mask), (buffer.slice_nbytes,) * 2]
+    pieces = [piece for held in pieces_within(layout, within) for piece in held]
+    ends = {end for each in pieces for end in (each.first_rank, each.first_rank + each.ranks)}
     plans = []
-    for first, last, start, end in merged:
-        low, high = max(first, within.start), min(last, within.stop)
-        if low < high:
-            size = (high - low, (end - start) // itemsize)
-            offset = (low - within.start) * stride + start // itemsize
-            plans.append(_Strided(buffer.dtype, size, (stride, 1), offset))
+    for first, last in itertools.pairwise(sorted({within.start, within.stop, *ends})):
+        filled = list(always)  # first byte, last + 1: alike for the ranks from first to last
+        for spec, extent in zip(layout.specs, layout.extents, strict=True):
+            shard = math.prod(spec.shard_shape(first, layout.world_size))
+            if shard:
+                filled.append((extent.offset, extent.offset + shard * spec.dtype.itemsize))
+        for (_, start), (end, _) in itertools.pairwise(sorted(filled)):
+            if start < end:
+                size = (last - first, (end - start) // itemsize)
+                offset = (first - within.start) * buffer.slice_numel + start // itemsize
+                plans.append(_Strided(buffer.dtype, size, (buffer.slice_numel, 1), offset))
     return tuple(plans)
 
 
