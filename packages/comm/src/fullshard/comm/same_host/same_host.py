@@ -110,7 +110,16 @@ def shares_memory(process_group: dist.ProcessGroup, device: torch.device) -> boo
 
     The same on all ranks; it communicates nothing.
     """
-    return _enabled and traits_of(device).shared_memory and _choices.get(process_group) is _SHARED
+    return _may_share(device) and _choices.get(process_group) is _SHARED
+
+
+def _may_share(device: torch.device) -> bool:
+    return _enabled and traits_of(device).shared_memory
+
+
+def _transport_for(process_group: dist.ProcessGroup, device: torch.device) -> Transport:
+    """Return the transport for tensors on ``device``. A collective call, as the choice is."""
+    return same_host_transport(process_group) if _may_share(device) else _OWN
 
 
 def _choose(process_group: dist.ProcessGroup) -> Transport:
@@ -144,9 +153,7 @@ class AutomaticTransport(Transport):
 
         Itself where that is shared memory, for which there may be no room. A collective call.
         """
-        if not _enabled or not traits_of(device).shared_memory:
-            return _OWN
-        choice = same_host_transport(process_group)
+        choice = _transport_for(process_group, device)
         return self if choice is _SHARED else choice
 
     def all_gather(
@@ -157,7 +164,7 @@ class AutomaticTransport(Transport):
         async_op: bool,
     ) -> dist.Work | None:
         """Every rank's ``input`` (``[n]``) in ``output`` (``[world * n]``), in rank order."""
-        transport = _transport_for(output, process_group)
+        transport = _transport_for(process_group, output.device)
         try:
             return transport.all_gather(output, input, process_group, async_op)
         except NoRoomError:  # on all ranks
@@ -167,7 +174,7 @@ class AutomaticTransport(Transport):
         self, process_group: dist.ProcessGroup, nbytes: int
     ) -> SharedBuffer | None:
         """Return memory that all ranks map, if the ranks share memory; else None. A collective."""
-        if not _enabled or same_host_transport(process_group) is not _SHARED:
+        if _transport_for(process_group, _CPU) is not _SHARED:
             return None
         try:
             return _SHARED.open_shared_buffer(process_group, nbytes)
@@ -183,7 +190,7 @@ class AutomaticTransport(Transport):
         async_op: bool,
     ) -> dist.Work | None:
         """In ``output`` (``[n]``), this rank's part of the reduced ``input`` (``[world * n]``)."""
-        transport = _transport_for(output, process_group) if is_reduction(op) else _OWN
+        transport = _transport_for(process_group, output.device) if is_reduction(op) else _OWN
         try:
             return transport.reduce_scatter(output, input, process_group, op, async_op)
         except NoRoomError:  # on all ranks
@@ -197,7 +204,7 @@ class AutomaticTransport(Transport):
         async_op: bool,
     ) -> dist.Work | None:
         """Every rank's ``tensor`` reduced, in place: equal on all ranks, to the last bit."""
-        transport = _transport_for(tensor, process_group) if is_reduction(op) else _OWN
+        transport = _transport_for(process_group, tensor.device) if is_reduction(op) else _OWN
         try:
             return transport.all_reduce(tensor, op, process_group, async_op)
         except NoRoomError:  # on all ranks
@@ -207,16 +214,15 @@ class AutomaticTransport(Transport):
         """64 KiB on CPU, 0 where ranks share memory or are one. A collective, as the others."""
         if not traits_of(device).shared_memory:
             return 0
-        choice = same_host_transport(process_group) if _enabled else _OWN
+        choice = _transport_for(process_group, device)
         return _COALESCED_UP_TO if choice in (_OWN, _ALL_TO_ALL) else 0
 
     def parts_reducer(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
     ) -> AutomaticTransport | None:
         """Return this transport if the ranks share memory. A collective call, as the others."""
-        if not (_enabled and traits_of(device).shared_memory and is_reduction(op)):
-            return None
-        return self if same_host_transport(process_group) is _SHARED else None
+        shares = is_reduction(op) and _transport_for(process_group, device) is _SHARED
+        return self if shares else None
 
     def reduce_parts(
         self,
@@ -230,12 +236,6 @@ class AutomaticTransport(Transport):
             return _SHARED.reduce_parts(allocate, contribution, process_group, op)
         except NoRoomError:  # on all ranks
             return None
-
-
-def _transport_for(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> Transport:
-    if not _enabled or not traits_of(tensor.device).shared_memory or tensor.numel() == 0:
-        return _OWN
-    return same_host_transport(process_group)
 
 
 def default_all_gather(process_group: dist.ProcessGroup) -> DefaultAllGather:
