@@ -43,7 +43,7 @@ class Stream(Protocol):
     def wait_event(self, event: Any, /) -> None:
         """Let work queued from now on run after ``event``; the host does not block."""
 
-    def record_event(self, event: Any = None, /) -> Any:
+    def record_event(self) -> Any:
         """An event at the present end of the queue."""
 
 
@@ -59,24 +59,18 @@ class NullEvent:
 class NullStream:
     """A stream of a device without streams: everything is in order already."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    __slots__ = ()
 
     def wait_event(self, event: Any, /) -> None:
         """Do nothing: all work is in order."""
 
-    def record_event(self, event: Any = None, /) -> NullEvent:
+    def record_event(self) -> NullEvent:
         """An event that is reached already."""
         return _NULL_EVENT
 
-    def __repr__(self) -> str:
-        """The name."""
-        return f"NullStream({self.name!r})"
-
 
 _NULL_EVENT = NullEvent()
+_NULL_STREAM = NullStream()
 
 
 def canonical_device(device: torch.device) -> torch.device:
@@ -135,12 +129,11 @@ class CommStreams:
         has_streams = traits_of(self.device).streams
         self._module: Any = torch.get_device_module(self.device) if has_streams else None
         self.asynchronous_work = self._module is None
-        self._null_current = NullStream("current")
-        self.copy_in: Stream = self._new("copy_in")
-        self.gather: Stream = self._new("gather")
-        self.inputs: Stream = self._new("inputs")
-        self.reduce: Stream = self._new("reduce")
-        self.all_reduce: Stream = self._new("all_reduce")
+        self.copy_in: Stream = self._new()
+        self.gather: Stream = self._new()
+        self.inputs: Stream = self._new()
+        self.reduce: Stream = self._new()
+        self.all_reduce: Stream = self._new()
         # torch.accelerator asks in C++, several times as fast as a device's module, but knows one
         # type of device: not CUDA, where a program has loaded another accelerator as well.
         accelerator = torch.accelerator.current_accelerator()
@@ -157,9 +150,9 @@ class CommStreams:
         """
         return cls(device)
 
-    def _new(self, name: str) -> Stream:
+    def _new(self) -> Stream:
         if self._module is None:
-            return NullStream(name)
+            return _NULL_STREAM
         # High priority: a short copy or a collective's launch must not queue behind the layers
         # computed meanwhile.
         stream = self._module.Stream(device=self.device, priority=-1)
@@ -179,7 +172,7 @@ class CommStreams:
     def current(self) -> Stream:
         """The stream on which the caller's work runs now."""
         if self._module is None:
-            return self._null_current
+            return _NULL_STREAM
         if self._in_cpp:
             return torch.accelerator.current_stream(self.device.index)
         return cast("Stream", self._module.current_stream(self.device))
