@@ -153,7 +153,7 @@ def test_nccl_is_asked_to_average_floating_point_gradients() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("factor", [1.0, 3.0, 128.0, 70_000.0, 2.0**20])
+@pytest.mark.parametrize("factor", [1.0, 3.0, 4.0, 128.0, 70_000.0, 2.0**20])
 def test_a_divisor_on_the_device_scales_as_the_number_in_it(
     dtype: torch.dtype, factor: float
 ) -> None:
@@ -168,5 +168,5 @@ def test_a_divisor_on_the_device_is_not_read_by_the_host() -> None:
     with FakeTensorMode():  # in which any look at a value raises
         count = torch.tensor(512)
         for dtype in (torch.float32, torch.float16):
-            scaling = reduction_scaling(4, dtype, averages=False, divide_factor=count)
+            scaling = reduction_scaling(4, dtype, averages=True, divide_factor=count)
             assert isinstance(scaling.post, torch.Tensor) and scaling.post.ndim == 0

@@ -61,6 +61,7 @@ class ReduceScaling:
         return not (self.scales_before or self.scales_after)
 
 
+@compat.without_grad
 def reduction_scaling(
     world_size: int,
     dtype: torch.dtype,
@@ -99,39 +100,38 @@ def reduction_scaling(
             f"reduction_scaling got {dtype}; gradients are reduced in a floating-point dtype. Pass "
             "the reduce dtype, for example torch.float32."
         )
-    if isinstance(divide_factor, torch.Tensor):
-        return _scaling_on_device(divide_factor, dtype)
-    factor = float(world_size if divide_factor is None else divide_factor)
-    if not math.isfinite(factor) or factor <= 0:
-        raise ValueError(
-            f"reduction_scaling got divide_factor {divide_factor}; it must be finite and > 0, or "
-            f"None to divide by the world size ({world_size})."
-        )
+    factor = _checked(world_size if divide_factor is None else divide_factor, dtype)
     if dtype is torch.float16:
-        before = 2.0 ** max(0, round(math.log2(factor) / 2))
+        before = _split_off(factor)
         return ReduceScaling(op=dist.ReduceOp.SUM, pre=1 / before, post=before / factor, used=1.0)
-    if averages and not force_sum and factor == world_size:
+    if averages and not force_sum and isinstance(factor, float) and factor == world_size:
         # The average divides masks too: an element of the world size comes out as the number of
         # ranks that wrote it.
-        return ReduceScaling(op=dist.ReduceOp.AVG, pre=1.0, post=1.0, used=float(world_size))
+        return ReduceScaling(op=dist.ReduceOp.AVG, pre=1.0, post=1.0, used=factor)
     return ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=1 / factor, used=1.0)
 
 
-@torch.no_grad()
-def _scaling_on_device(divide_factor: torch.Tensor, dtype: torch.dtype) -> ReduceScaling:
-    """The same split of the division, computed where the factor is."""
-    if divide_factor.ndim != 0:
+def _checked(factor: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+    if isinstance(factor, torch.Tensor):
+        if factor.ndim != 0:
+            raise ValueError(
+                f"reduction_scaling got a divide_factor of shape {tuple(factor.shape)}; pass a 0-d "
+                "tensor, for example one token count summed over all ranks."
+            )
+        return factor.to(torch.promote_types(dtype, torch.float32))
+    if not math.isfinite(factor) or factor <= 0:
         raise ValueError(
-            f"reduction_scaling got a divide_factor of shape {tuple(divide_factor.shape)}; pass a "
-            "0-d tensor, for example one token count summed over all ranks."
+            f"reduction_scaling got divide_factor {factor}; it must be finite and > 0, or None to "
+            "divide by the world size."
         )
-    factor = divide_factor.to(torch.promote_types(dtype, torch.float32))
-    if dtype is not torch.float16:
-        return ReduceScaling(op=dist.ReduceOp.SUM, pre=1.0, post=factor.reciprocal(), used=1.0)
-    before = torch.exp2(torch.log2(factor).div(2).round().clamp(min=0))
-    return ReduceScaling(
-        op=dist.ReduceOp.SUM, pre=before.reciprocal(), post=before / factor, used=1.0
-    )
+    return float(factor)
+
+
+def _split_off(factor: float | torch.Tensor) -> float | torch.Tensor:
+    """Return a power of two near the square root of ``factor``, and not below 1."""
+    if isinstance(factor, torch.Tensor):
+        return torch.exp2(torch.log2(factor).div(2).round().clamp(min=0))
+    return 2.0 ** max(0, round(math.log2(factor) / 2))
 
 
 def backend_averages(
