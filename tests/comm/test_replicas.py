@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -21,94 +19,24 @@ from fullshard.comm import (
     reduction_scaling,
 )
 from fullshard.comm.collectives.replicas import AllReduceInFlight
-from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.same_host.shared_group import shared_group
-from fullshard.comm.transports.rank_order import reduce_in_rank_order
-from support.apart import private_memory
 from support.collectives import reduce_config
-from support.ranks import cpu_mesh, distributed, new_group, world
+from support.ranks import cpu_mesh, distributed
 
 SHARED = SharedMemoryTransport()
 SUM = dist.ReduceOp.SUM
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 
 
-def numbers_of(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def numbers_of(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Numbers of many sizes, whose sum depends on the order in which they are added."""
     generator = torch.Generator().manual_seed(rank)
     scale = torch.logspace(0, 3, numel) if numel > 1 else 1.0
     return (torch.randn(numel, generator=generator) * scale).to(dtype)
 
 
-def in_rank_order(numel: int, dtype: torch.dtype, op: Any, ranks: int) -> torch.Tensor:
-    total = torch.zeros(numel, dtype=dtype)
-    parts = [numbers_of(rank, numel, dtype) for rank in range(ranks)]
-    reduce_in_rank_order(parts, total, op)
-    return total
-
-
 def launches_of_its_own(mode: CommDebugMode) -> int:
     counts: dict[object, int] = mode.get_comm_counts()
     return sum(counts.values())
-
-
-# -- one all-reduce -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@distributed(2, 4)
-def test_ranks_that_share_memory_get_the_sum_in_rank_order(
-    dtype: torch.dtype, asynchronous: bool, world_size: int
-) -> None:
-    for op in (SUM, dist.ReduceOp.MAX):
-        for numel in (1, 1000, 200_000):  # of more than one block
-            tensor = numbers_of(dist.get_rank(), numel, dtype)
-            work = SHARED.all_reduce(tensor, op, world(), asynchronous)
-            assert (work is not None) == asynchronous
-            if work is not None:
-                work.wait()
-                work.wait()  # again: nothing
-            assert torch.equal(tensor, in_rank_order(numel, dtype, op, world_size))
-
-
-@distributed(2)
-def test_what_cannot_be_reduced_is_refused_before_anything_is_sent() -> None:
-    before = shared_group(world()).launched
-    for wrong, message in (
-        (torch.zeros(2, 3).t(), "contiguous CPU tensors"),
-        (torch.zeros(2).bool(), r"sum of torch\.bool"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            SHARED.all_reduce(wrong, SUM, world(), False)
-    with pytest.raises(ValueError, match="bor; it must be one of"):
-        SHARED.all_reduce(torch.ones(1), dist.ReduceOp.BOR, world(), False)
-    assert SHARED.all_reduce(torch.zeros(0), SUM, world(), True) is None
-    assert shared_group(world()).launched == before
-
-
-@distributed(2)
-def test_the_default_shares_memory_unless_told_otherwise_and_knows_what_only_the_group_can() -> (
-    None
-):
-    group, transport = new_group(), AutomaticTransport()
-    for op, private, shared in (
-        (SUM, False, True),
-        (SUM, True, False),
-        (dist.ReduceOp.BOR, False, False),
-    ):
-        bits = torch.tensor([1 + dist.get_rank()])
-        here: AbstractContextManager[None] = private_memory() if private else nullcontext()
-        before = shared_group(group).launched
-        with here, CommDebugMode() as mode:
-            transport.all_reduce(bits, op, group, False)
-        assert bits.item() == 3
-        assert shared_group(group).launched - before == shared
-        assert launches_of_its_own(mode) == (not shared)
-    dist.destroy_process_group(group)
-
-
-# -- of reduced shards ----------------------------------------------------------------------------
 
 
 class _Hybrid:

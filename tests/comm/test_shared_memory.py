@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +18,9 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from comm.launches import SUM, finish, in_rank_order, launch
 from fullshard.comm import (
+    AllToAllTransport,
     CollectiveMismatchError,
     ProcessGroupTransport,
     SharedMemoryError,
@@ -27,9 +31,7 @@ from fullshard.comm.same_host import shared_regions
 from fullshard.comm.same_host.shared_group import shared_group
 from support.ranks import distributed, new_group, run_on_ranks, world
 
-CPU = torch.device("cpu")
 SHARED = SharedMemoryTransport()
-SUM = dist.ReduceOp.SUM
 DTYPES = [
     torch.float32,
     torch.float64,
@@ -42,62 +44,9 @@ DTYPES = [
     torch.uint8,
 ]
 KINDS = ["gather", "reduction", "all-reduce"]
-OTHER_DTYPES = [torch.bool, torch.complex64, torch.float8_e4m3fn]
-
-
-def part_of(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
-    """What a rank hands in: known to all, different on each."""
-    generator = torch.Generator().manual_seed(1000 * salt + rank)
-    return torch.randint(-50, 50, (numel,), generator=generator).to(dtype)
-
-
-def in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum by its definition."""
-    wide = torch.float32 if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0].dtype
-    total = parts[0].to(wide)
-    for part in parts[1:]:
-        total = total + part.to(wide)
-    return total.to(parts[0].dtype)
-
-
-def finish(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
 
 
 # -- what arrives ---------------------------------------------------------------------------------
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("async_op", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES + OTHER_DTYPES, ids=str)
-@distributed(2, 4)
-def test_a_gather_brings_every_ranks_part_in_any_dtype(
-    dtype: torch.dtype, async_op: bool, world_size: int
-) -> None:
-    rank = world().rank()
-    parts = [part_of(each, 37, dtype) for each in range(world_size)]
-    output = torch.zeros(37 * world_size).to(dtype)
-    own = output[37 * rank : 37 * (rank + 1)]
-    own.copy_(parts[rank])
-    work = SHARED.all_gather(output, own, world(), async_op)
-    assert (work is not None) == async_op
-    finish(work)
-    assert torch.equal(output.view(torch.uint8), torch.cat(parts).view(torch.uint8))
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("async_op", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@distributed(2, 4)
-def test_a_reduction_is_the_sum_in_rank_order(
-    dtype: torch.dtype, async_op: bool, world_size: int
-) -> None:
-    rank = world().rank()
-    inputs = [part_of(each, 41 * world_size, dtype) for each in range(world_size)]
-    output = torch.zeros(41).to(dtype)
-    finish(SHARED.reduce_scatter(output, inputs[rank], world(), SUM, async_op))
-    assert torch.equal(output, in_rank_order([each.chunk(world_size)[rank] for each in inputs]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -134,8 +83,10 @@ def test_a_reduction_does_not_depend_on_who_comes_first(
 @distributed(2)
 def test_nothing_is_sent_of_nothing(transport: Transport) -> None:
     empty = torch.empty(0)
-    finish(SHARED.all_gather(empty, empty, world(), True))
-    finish(SHARED.reduce_scatter(empty, empty, world(), SUM, True))
+    for each in (SHARED, AllToAllTransport()):
+        finish(each.all_gather(empty, empty, world(), True))
+        finish(each.reduce_scatter(empty, empty, world(), SUM, True))
+    assert SHARED.all_reduce(empty, SUM, world(), True) is None
     output = torch.zeros(2)
     finish(transport.all_gather(output, torch.ones(1), world(), True))
     assert output.tolist() == [1, 1]
@@ -163,36 +114,17 @@ def _any_sequence(calls: list[tuple[int, torch.dtype, str, int]]) -> None:
     The largest travel in spans.
     """
     with patch.multiple(shared_regions, _WHOLE=8000, _SPAN=3000):
-        _launch_and_compare(world(), calls)
-
-
-def _launch_and_compare(
-    group: dist.ProcessGroup, calls: list[tuple[int, torch.dtype, str, int]]
-) -> None:
-    rank, size = group.rank(), group.size()
-    flying: list[tuple[int, dist.Work | None, torch.Tensor, torch.Tensor]] = []
-    for number, (numel, dtype, kind, delay) in enumerate(calls):
-        parts = [part_of(each, numel * size, dtype, salt=number) for each in range(size)]
-        if kind == "gather":
-            output = torch.zeros(numel * size).to(dtype)
-            own = [each[:numel].clone() for each in parts]
-            wanted = torch.cat(own)
-            work = SHARED.all_gather(output, own[rank], group, True)
-        elif kind == "all-reduce":
-            output, wanted = parts[rank].clone(), in_rank_order(parts)
-            work = SHARED.all_reduce(output, SUM, group, True)
-        else:
-            output = torch.zeros(numel).to(dtype)
-            wanted = in_rank_order([each.view(size, -1)[rank] for each in parts])
-            work = SHARED.reduce_scatter(output, parts[rank], group, SUM, True)
-        flying.append((number + delay + rank, work, output, wanted))
-        for ready in [each for each in flying if each[0] <= number]:
-            finish(ready[1])
-            assert torch.equal(ready[2], ready[3])
-            flying = [each for each in flying if each is not ready]
-    for _, work, output, wanted in reversed(flying):
-        finish(work)
-        assert torch.equal(output, wanted)
+        flying: list[tuple[int, dist.Work | None, torch.Tensor, torch.Tensor]] = []
+        for number, (numel, dtype, kind, delay) in enumerate(calls):
+            due = number + delay + world().rank()
+            flying.append((due, *launch(SHARED, kind, numel, dtype, salt=number)))
+            for ready in [each for each in flying if each[0] <= number]:
+                finish(ready[1])
+                assert torch.equal(ready[2], ready[3])
+                flying = [each for each in flying if each is not ready]
+        for _, work, output, wanted in reversed(flying):
+            finish(work)
+            assert torch.equal(output, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -398,24 +330,39 @@ def test_inference_and_training_may_take_turns() -> None:
 # -- what is refused ------------------------------------------------------------------------------
 
 
+def _gather(output: torch.Tensor, input: torch.Tensor) -> None:
+    SHARED.all_gather(output, input, world(), False)
+
+
+def _reduce(output: torch.Tensor, input: torch.Tensor) -> None:
+    SHARED.reduce_scatter(output, input, world(), SUM, False)
+
+
+def _all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = SUM) -> None:
+    SHARED.all_reduce(tensor, op, world(), False)
+
+
+@pytest.mark.parametrize(
+    ("call", "given_in", "message"),
+    [
+        (_gather, (torch.zeros(5), torch.zeros(2)), "one must be the world size times the other"),
+        (_gather, (torch.zeros(4), torch.zeros(4)[::2]), "moves contiguous CPU tensors"),
+        (_gather, (torch.zeros(4, device="meta"), torch.zeros(2, device="meta")), "on meta"),
+        (_reduce, (torch.zeros(2), torch.zeros(4).half()), "in one dtype"),
+        (_reduce, (torch.zeros(2).bool(), torch.zeros(4).bool()), r"sum of torch\.bool"),
+        (_all_reduce, (torch.zeros(2, 3).t(),), "contiguous CPU tensors"),
+        (_all_reduce, (torch.zeros(2).bool(),), r"sum of torch\.bool"),
+        (_all_reduce, (torch.ones(1), dist.ReduceOp.BOR), "bor; it must be one of"),
+    ],
+)
 @distributed(2)
-def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
-    group = world()
-    with pytest.raises(ValueError, match="one must be the world size times the other"):
-        SHARED.all_gather(torch.zeros(5), torch.zeros(2), group, False)
-    with pytest.raises(ValueError, match="in one dtype"):
-        SHARED.reduce_scatter(torch.zeros(2), torch.zeros(4).half(), group, SUM, False)
-    with pytest.raises(ValueError, match="moves contiguous CPU tensors"):
-        SHARED.all_gather(torch.zeros(4), torch.zeros(4)[::2], group, False)
-    with pytest.raises(ValueError, match="on meta"):
-        SHARED.all_gather(
-            torch.zeros(4, device="meta"), torch.zeros(2, device="meta"), group, False
-        )
-    with pytest.raises(ValueError, match=r"sum of torch\.bool"):
-        SHARED.reduce_scatter(torch.zeros(2).bool(), torch.zeros(4).bool(), group, SUM, False)
-    output = torch.zeros(2)
-    SHARED.all_gather(output, torch.ones(1), group, False)
-    assert output.all()
+def test_what_does_not_fit_is_refused_before_anything_is_sent(
+    call: Callable[..., None], given_in: tuple[Any, ...], message: str
+) -> None:
+    before = shared_group(world()).launched
+    with pytest.raises(ValueError, match=message):
+        call(*given_in)
+    assert shared_group(world()).launched == before
 
 
 @pytest.mark.parametrize("what", ["kind", "size", "dtype", "growth", "all-reduce"])

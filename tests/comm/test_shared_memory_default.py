@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -24,6 +25,7 @@ from fullshard.comm import (
 from fullshard.comm.same_host import shared_peers
 from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.same_host.shared_group import shared_group
+from support.apart import private_memory
 from support.ranks import distributed, new_group
 from support.threads.ranks import ThreadRank, run_on_threads
 
@@ -133,14 +135,23 @@ def test_what_has_no_room_goes_through_the_process_group_and_the_rest_does_not()
     assert shares(group) == 6
 
 
+@pytest.mark.parametrize(
+    ("op", "private", "shared"),
+    [(SUM, False, True), (SUM, True, False), (dist.ReduceOp.BOR, False, False)],
+)
 @distributed(2)
-def test_a_reduction_that_only_the_process_group_knows_goes_through_it() -> None:
-    group = new_group()
-    output = torch.zeros(1, dtype=torch.int32)
-    given = torch.tensor([1, 2], dtype=torch.int32) << dist.get_rank()
-    AutomaticTransport().reduce_scatter(output, given, group, dist.ReduceOp.BOR, False)
-    assert output.item() == [1 | 2, 2 | 4][dist.get_rank()]
-    assert shares(group) == 0
+def test_what_only_the_process_group_may_or_can_reduce_goes_through_it(
+    op: dist.ReduceOp.RedOpType, private: bool, shared: bool
+) -> None:
+    group, transport, rank = new_group(), AutomaticTransport(), dist.get_rank()
+    total, part = torch.tensor([1 << rank]), torch.zeros(1, dtype=torch.int64)
+    before = shares(group)
+    with private_memory() if private else nullcontext():
+        transport.all_reduce(total, op, group, False)
+        transport.reduce_scatter(part, torch.tensor([1, 2]) << rank, group, op, False)
+    assert total.item() == 1 | 2
+    assert part.item() == [1 | 2, 2 | 4][rank]
+    assert shares(group) - before == 2 * shared
 
 
 @distributed(2)

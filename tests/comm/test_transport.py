@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from comm.launches import finish, launch
 from comm.stand_ins import group_of
 from fullshard.comm import (
     AllToAllTransport,
@@ -19,7 +20,7 @@ from fullshard.comm import (
 from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.transports.collective import Collective
 from fullshard.comm.transports.transport import adapted
-from support.ranks import distributed, world
+from support.ranks import distributed
 
 
 def test_self_leaves_an_output_that_is_its_input_alone_and_copies_any_other() -> None:
@@ -48,37 +49,46 @@ def test_self_is_for_one_rank_only() -> None:
         SelfTransport().all_gather(data, data, group_of(0, 2), False)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.int64, torch.float8_e4m3fn],
-    ids=str,
-)
-@distributed(2)
-def test_a_gather_moves_any_dtype_in_place(dtype: torch.dtype) -> None:
-    group = world()
-    rank = group.rank()
-    output = torch.zeros(6).to(dtype)
-    own = output[3 * rank : 3 * rank + 3]
-    own.copy_(torch.tensor([rank, 1, 0]))
-    work = ProcessGroupTransport().all_gather(output, own, group, True)
-    assert work is not None
-    work.wait()
-    assert torch.equal(output.float(), torch.tensor([0, 1, 0, 1, 1, 0]).to(dtype).float())
+TRANSPORTS: dict[str, Transport] = {
+    "group": ProcessGroupTransport(),
+    "all-to-all": AllToAllTransport(),
+    "shared": SharedMemoryTransport(),
+}
+NUMBERS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32]
+NUMBERS += [torch.int16, torch.int8, torch.uint8]
+OTHERS = [torch.bool, torch.complex64, torch.float8_e4m3fn]
 
 
 @pytest.mark.parametrize("async_op", [True, False])
-@distributed(2, 4)
-def test_a_reduce_scatter_sums_each_ranks_part(async_op: bool, world_size: int) -> None:
-    group = world()
-    given = torch.arange(2.0 * world_size) * (group.rank() + 1)
-    output = torch.zeros(2)
-    op = dist.ReduceOp.SUM
-    work = ProcessGroupTransport().reduce_scatter(output, given, group, op, async_op)
-    assert (work is not None) == async_op
-    if work is not None:
-        work.wait()
-    total = torch.arange(2.0 * world_size) * (world_size * (world_size + 1) / 2)
-    assert torch.equal(output, total.chunk(world_size)[group.rank()])
+@pytest.mark.parametrize(
+    ("transport", "kind", "dtypes"),
+    [
+        ("group", "gather in place", NUMBERS + OTHERS),
+        ("group", "reduction", [torch.float32]),
+        ("all-to-all", "gather", NUMBERS + OTHERS),
+        ("all-to-all", "gather in place", NUMBERS + OTHERS),
+        ("all-to-all", "reduction", NUMBERS),
+        ("all-to-all", "largest parts", NUMBERS),
+        ("shared", "gather", NUMBERS + OTHERS),
+        ("shared", "gather in place", NUMBERS + OTHERS),
+        ("shared", "reduction", NUMBERS),
+        ("shared", "largest parts", NUMBERS),
+        ("shared", "all-reduce", NUMBERS),
+        ("shared", "largest", NUMBERS),
+    ],
+)
+@distributed(2, 3, 4, matrix=[4])
+def test_a_transport_gives_what_the_definition_of_the_collective_says(
+    transport: str, kind: str, dtypes: list[torch.dtype], async_op: bool
+) -> None:
+    for dtype in dtypes:
+        moves = TRANSPORTS[transport]
+        work, output, wanted = launch(moves, kind, 41, dtype, async_op=async_op)
+        assert (work is not None) == async_op
+        finish(work)
+        assert transport == "group" or work is None or work.is_completed()
+        finish(work)  # again: nothing
+        assert torch.equal(output.view(torch.uint8), wanted.view(torch.uint8)), dtype
 
 
 GATHER = ("open_shared_buffer", "narrow_gather")
