@@ -147,9 +147,6 @@ class _NoAsync(_DuckAllGather):
 def test_what_is_missing_is_named(value: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         require(AllGather, value)
-
-
-def test_a_gather_is_no_reduction() -> None:
     with pytest.raises(TypeError, match=r"no ReduceScatter: .* no usable __call__\(.*op, async_op"):
         require(ReduceScatter, DefaultAllGather())
 

@@ -144,16 +144,6 @@ def test_tensors_that_were_filled_in_inference_mode_are_filled_in_training_too()
     assert torch.equal(outputs[0], torch.full((3,), 2.0))
 
 
-def test_one_rank_gathers_from_itself() -> None:
-    group = group_of(0, 1)
-    fulls = fulls_of(SPECS)
-    in_flight = foreach_all_gather(
-        shards_of(fulls, SPECS, group), Layout(SPECS, 1), gather_config(group)
-    )
-    assert in_flight.work is None
-    assert_gathered(in_flight, SPECS, fulls)
-
-
 @distributed(2)
 def test_several_gathers_are_under_way_at_once_and_claimed_in_any_order() -> None:
     group = world()
@@ -243,7 +233,7 @@ def test_a_gather_is_claimed_once() -> None:
     in_flight = alone()
     in_flight.wait()
     in_flight.wait()
-    foreach_all_gather_copy_out(in_flight, empties(SPECS))
+    assert_gathered(in_flight, SPECS, fulls_of(SPECS))
     with pytest.raises(RuntimeError, match=r"blocks\.0 was already copied out or discarded"):
         foreach_all_gather_copy_out(in_flight, empties(SPECS))
     with pytest.raises(RuntimeError, match="already"):

@@ -58,12 +58,6 @@ def test_emitting_reads_no_clock_and_makes_nothing_when_nobody_listens() -> None
     assert after - before < 1000  # less than a byte for each call
 
 
-def test_the_listeners_tell_whether_anybody_listens() -> None:
-    with observe(EventLog()):
-        assert LISTENERS
-    assert not LISTENERS
-
-
 class _Broken:
     def __init__(self) -> None:
         self.calls = 0

@@ -190,19 +190,6 @@ def test_frames_that_died_on_one_rank_only_serve_again() -> None:
 
 
 @distributed(2)
-def test_a_frame_grows_with_the_largest_shared_buffer_in_it() -> None:
-    with new_group() as group:
-        buffers = opened(group, 2)
-        buffers += opened(group, 2, 5 * PAGE)
-        assert shared_memory_statistics(group).frame_bytes == 2 * 5 * PAGE
-        for turn, buffer in enumerate(buffers):
-            fill(buffer, turn).wait()
-            assert holds(buffer, turn)
-            buffer.leave()
-        del buffers, buffer
-
-
-@distributed(2)
 def test_full_parameters_may_all_stay() -> None:
     with new_group() as group:
         set_shared_frames(None)
