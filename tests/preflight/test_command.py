@@ -282,7 +282,7 @@ def test_ctrl_c_ends_a_command_with_one_line_and_130(
         signal.raise_signal(signal.SIGINT)
         return 0
 
-    for name in ("run_doctor", "load_program"):
+    for name in ("start_ranks", "load_program"):
         monkeypatch.setattr(COMMAND_LINE, name, interrupted)
     # a shell ignores it in what it runs in the background
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

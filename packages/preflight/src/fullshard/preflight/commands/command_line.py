@@ -14,10 +14,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
 import torch.distributed as dist
 
 from fullshard.comm.spi import CommandParser
@@ -28,13 +28,14 @@ from fullshard.preflight.commands.local_ranks import (
     default_ranks,
     inside_ranks,
     interrupts_as,
+    joined_ranks,
     start_ranks,
 )
 from fullshard.preflight.commands.results import plan_value, races_value, verdict_value
 from fullshard.preflight.commands.training import planned, raced
 from fullshard.preflight.commands.user_program import ProgramError, accepted, load_program
 from fullshard.preflight.costs.devices import DEVICES
-from fullshard.preflight.doctor.command import run_doctor
+from fullshard.preflight.doctor.together import diagnose
 from fullshard.preflight.pages.contents import plan_parts, races_parts, verdict_parts
 from fullshard.preflight.pages.page import PageError, require_folder, require_page, write_page
 from fullshard.preflight.planning.failures import PlanError
@@ -50,6 +51,8 @@ _PROGRAM = (
     "returns a dict of the arguments of fullshard.preflight.verify"
 )
 _CODES = "Exit code: 0, 1 if {finding}, 2 after a wrong argument or an error of the program."
+_MOST_CORES = 4  # with a rank of the doctor each, if there is no accelerator
+_PATIENCE = timedelta(seconds=120)  # a rank that does not answer the doctor is a finding
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def main(
 def _checked_run(given: argparse.Namespace, words: list[str], module: str) -> int:
     """Run the command, and turn its errors into an exit code."""
     if given.command == "doctor":
-        return run_doctor(given.folder, given.ranks, as_json=given.json)
+        return _doctor(given, words, module)
     output = _Output(sys.stdout, given.json)
     try:
         # With --json, stdout has the JSON alone: lines that the program prints go to stderr.
@@ -122,7 +125,7 @@ def _run(given: argparse.Namespace, words: list[str], module: str, output: _Outp
             write_page(given.html, f"Races of {given.program}", races_parts(report))
         output.print(report, races_value(report))
         return 0 if report.ok else 1
-    if not dist.is_initialized() and not inside_ranks():
+    if _is_launcher():
         return start_ranks(module, words, given.ranks or default_ranks())
     return _verify(given, program, output)
 
@@ -244,6 +247,23 @@ class _Formatter(argparse.HelpFormatter):
         return super()._fill_text(text, width, indent)
 
 
+def _is_launcher() -> bool:
+    """Return whether this process is no rank, so that it has to start ranks."""
+    return not dist.is_initialized() and not inside_ranks()
+
+
+def _doctor(given: argparse.Namespace, words: list[str], module: str) -> int:
+    if _is_launcher():
+        cores = min(max(os.cpu_count() or 1, 2), _MOST_CORES)
+        return start_ranks(module, words, given.ranks or default_ranks(without=cores))
+    with joined_ranks(_PATIENCE):
+        diagnosis = diagnose(given.folder)
+        if dist.get_rank() == 0:
+            sys.stdout.write(f"{diagnosis.as_json() if given.json else diagnosis}\n")
+            sys.stdout.flush()
+    return 0 if diagnosis.healthy else 1
+
+
 def _plan(given: argparse.Namespace, program: dict[str, Any], output: _Output) -> int:
     plans, wrong = list[Plan](), ""
     for mesh in given.mesh:
@@ -281,20 +301,12 @@ def _verify(given: argparse.Namespace, program: dict[str, Any], output: _Output)
     names = ("steps", "stretch", "aligned_seeds")
     wanted = {name: getattr(given, name) for name in names}
     program = accepted(verify, program) | {k: v for k, v in wanted.items() if v is not None}
-    began = not dist.is_initialized()
-    if began:
-        if torch.accelerator.is_available():
-            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group()
-    try:
+    with joined_ranks():
         verdict = verify(**program)
         if dist.get_rank() == 0:
             output.print(verdict, verdict_value(verdict))
             if given.html is not None:
                 write_page(given.html, f"Verdict on {given.program}", verdict_parts(verdict))
-    finally:
-        if began:
-            dist.destroy_process_group()
     return 0 if verdict.equal else 1
 
 

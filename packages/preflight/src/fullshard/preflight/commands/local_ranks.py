@@ -9,9 +9,11 @@ import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 __all__ = [
     "INTERRUPTED",
@@ -19,6 +21,7 @@ __all__ = [
     "exit_code_of",
     "inside_ranks",
     "interrupts_as",
+    "joined_ranks",
     "share_cores",
     "start_ranks",
 ]
@@ -29,15 +32,41 @@ INTERRUPTED = 130
 _SAID = frozenset({1, 2})
 """Exit codes of ranks that have printed the reason: a finding, or an error of the user."""
 
+# A terminal sends Ctrl-C to the ranks, too: it ends a rank silently, also while it imports.
+_RANK = (
+    "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); del sys.argv[0]; "
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+
 
 def inside_ranks() -> bool:
     """Return whether a launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def default_ranks() -> int:
-    """Return the number of accelerators, or 2 without one."""
-    return (torch.accelerator.device_count() if torch.accelerator.is_available() else 0) or 2
+def default_ranks(without: int = 2) -> int:
+    """Return the number of accelerators, or ``without`` if there is none."""
+    return (torch.accelerator.device_count() if torch.accelerator.is_available() else 0) or without
+
+
+@contextmanager
+def joined_ranks(timeout: timedelta | None = None) -> Iterator[None]:
+    """Provide a process group of the launcher's ranks, if there is no process group yet.
+
+    Args:
+        timeout: how long a collective of this process group waits; None: torch's default.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    if torch.accelerator.is_available():
+        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+    dist.init_process_group(timeout=timeout)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -66,7 +95,10 @@ def start_ranks(module: str, words: Sequence[str], ranks: int) -> int:
 
     share_cores(ranks)
     count = f"--nproc-per-node={ranks}"
-    given = get_args_parser().parse_args(["--standalone", count, "-m", module, *words])
+    # By its address: a host whose name is not known can start ranks, too.
+    options = ["--standalone", "--local-addr=127.0.0.1", count, "--no-python"]
+    program = [sys.executable, "-c", _RANK, module, *words]
+    given = get_args_parser().parse_args([*options, *program])
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     logger.addFilter(_is_news)
     try:
