@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from fullshard.preflight.planning.report import Plan
-from fullshard.preflight.races.report import Access, RaceReport
-from fullshard.preflight.verification.verdict import Difference, Verdict
+from fullshard.preflight.races.report import RaceReport
+from fullshard.preflight.verification.verdict import Verdict
 
 __all__ = ["plan_value", "races_value", "verdict_value"]
 
@@ -34,33 +35,7 @@ def plan_value(plan: Plan, budget: int | None) -> dict[str, Any]:
 
 def verdict_value(verdict: Verdict) -> dict[str, Any]:
     """Return a verdict: whether both agree, the first difference, and its causes."""
-    first = verdict.first
-    return {
-        "equal": verdict.equal,
-        "steps": verdict.steps,
-        "first": None if first is None else _difference(first),
-        "others": list(verdict.others),
-        "largest": None if verdict.largest is None else _difference(verdict.largest),
-        "causes": [
-            {"name": each.name, "evidence": each.evidence, "tested": each.tested}
-            for each in verdict.causes
-        ],
-        "known": list(verdict.known),
-        "notes": list(verdict.notes),
-        "tolerance": str(verdict.tolerance),
-    }
-
-
-def _difference(difference: Difference) -> dict[str, Any]:
-    return {
-        "phase": difference.phase.value,
-        "step": difference.step,
-        "name": difference.name,
-        "module": difference.module,
-        "error": difference.error,
-        "allowed": difference.allowed,
-        "ranks": list(difference.ranks),
-    }
+    return asdict(verdict) | {"tolerance": str(verdict.tolerance)}
 
 
 def races_value(report: RaceReport) -> dict[str, Any]:
@@ -69,24 +44,9 @@ def races_value(report: RaceReport) -> dict[str, Any]:
         "ok": report.ok,
         "doubt": report.doubt,
         "races": [
-            {
-                "memory": race.memory,
-                "kind": race.kind.value,
-                "first": _access(race.first),
-                "second": _access(race.second),
-                "seen": count,
-            }
+            asdict(race) | {"kind": race.kind.value, "seen": count}
             for race, count in report.races.items()
         ],
         "operations": report.operations,
         "collectives": report.collectives,
-    }
-
-
-def _access(access: Access) -> dict[str, Any]:
-    return {
-        "operation": access.operation,
-        "stream": access.stream,
-        "line": access.line,
-        "writes": access.writes,
     }
