@@ -13,7 +13,21 @@ from unittest.mock import patch
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["local_tensors", "resizes_told"]
+from fullshard.sharding import map_tensors
+
+__all__ = ["each_tensor", "local_tensors", "resizes_told"]
+
+
+def each_tensor(value: Any) -> list[torch.Tensor]:
+    """Return every tensor in nested containers, in order; one that comes twice is there twice."""
+    found: list[torch.Tensor] = []
+
+    def visit(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(visit, value)
+    return found
 
 
 def local_tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from operator import is_
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm import ProcessGroupTransport
 from fullshard.preflight.costs.call import Call
+from fullshard.preflight.tensors import local_tensors
 
 __all__ = ["COLLECTIVES", "Caches", "Moved", "time_call", "time_collective"]
 
@@ -72,14 +72,6 @@ class Caches:
             self._memory[:half].copy_(self._memory[half : 2 * half])
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
 def _touch_new(sizes: Sequence[int]) -> None:
     """Touch memory that is free then, and the first to be given out again."""
     held = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
@@ -99,12 +91,12 @@ def time_call(
     """
     function = call.function
     args, kwargs = call.made()
-    made = list(_tensors((args, list(kwargs.values()))))
+    made = list(local_tensors((args, list(kwargs.values()))))
     pairs = zip(call.operands, made, strict=True)
     touches: list[tuple[int, Callable[[], object]]] = [(o.distance, t.sum) for o, t in pairs]
     returned = [
         each
-        for each in _tensors(function(*args, **kwargs))
+        for each in local_tensors(function(*args, **kwargs))
         if not any(map(partial(is_, each), made))
     ]
     if call.distance:

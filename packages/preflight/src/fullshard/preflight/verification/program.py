@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.preflight.tensors import each_tensor
 from fullshard.preflight.verification.trace import fingerprint
-from fullshard.sharding import map_tensors
 
 __all__ = [
     "Choose",
@@ -167,29 +167,15 @@ class Program:
 
 def shapes_of(batch: Any) -> list[tuple[int, ...]]:
     """Return the shapes of the tensors in a batch."""
-    found: list[tuple[int, ...]] = []
-
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tuple(tensor.shape))
-        return tensor
-
-    map_tensors(look, batch)
-    return found
+    return [tuple(tensor.shape) for tensor in each_tensor(batch)]
 
 
 def looks_of(batch: Any) -> tuple[int, list[torch.Tensor]]:
     """Return how many of a batch's whole numbers are -100, and a fingerprint of each tensor."""
-    ignored, prints = 0, []
-
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal ignored
-        if not tensor.is_floating_point():
-            ignored += int((tensor == IGNORED).sum())
-        prints.append(fingerprint(tensor))
-        return tensor
-
-    map_tensors(look, batch)
-    return ignored, prints
+    tensors = each_tensor(batch)
+    whole = [tensor for tensor in tensors if not tensor.is_floating_point()]
+    ignored = sum(int((tensor == IGNORED).sum()) for tensor in whole)
+    return ignored, [fingerprint(tensor) for tensor in tensors]
 
 
 def remarks_on(program: Program, looks: list[tuple[int, list[torch.Tensor]]]) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.preflight.tensors import each_tensor
 from fullshard.preflight.verification.names import clean
-from fullshard.sharding import map_tensors
 
 __all__ = ["Place", "Trace", "fingerprint", "first_place", "parts", "traced"]
 
@@ -95,31 +95,27 @@ def _enter(
     trace: Trace, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     if name not in trace.inputs:
-        trace.inputs[name] = _prints((args, kwargs), [])
+        trace.inputs[name] = _prints(_floating((args, kwargs)))
 
 
 def _leave(trace: Trace, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-    floating: list[torch.Tensor] = []
-    prints = _prints(output, floating)
+    floating = _floating(output)
     trace.dtypes.update(each.dtype for each in floating)
     own = module.parameters(recurse=False)
     trace.dtypes.update(param.dtype for param in own if param.is_floating_point())
     if name not in trace.outputs:
-        trace.outputs[name] = prints
+        trace.outputs[name] = _prints(floating)
         if any(each.requires_grad for each in floating):
             trace.attached.add(name)
 
 
-def _prints(value: Any, floating: list[torch.Tensor]) -> torch.Tensor:
-    """The fingerprints of all floating tensors in a value, which are added to ``floating``."""
+def _floating(value: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in each_tensor(value) if tensor.is_floating_point()]
 
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_floating_point():
-            floating.append(tensor)
-        return tensor
 
-    map_tensors(look, value)
-    return torch.cat([*map(fingerprint, floating), torch.zeros(0, dtype=torch.float64)])
+def _prints(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the fingerprints of all tensors, one after another."""
+    return torch.cat([*map(fingerprint, tensors), torch.zeros(0, dtype=torch.float64)])
 
 
 def first_place(theirs: list[Trace], ours: list[Trace], relative: float) -> Place:

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.preflight.tensors import each_tensor
 from fullshard.preflight.verification.agree import everyones
 from fullshard.preflight.verification.comparing.tensors import digest, full
 from fullshard.preflight.verification.names import clean
 from fullshard.preflight.verification.sharded import Sharded
 from fullshard.preflight.verification.verdict import Cause
-from fullshard.sharding import map_tensors
 
 __all__ = ["GatherWatch"]
 
@@ -99,13 +99,9 @@ class GatherWatch:
         self, path: str, own: dict[str, str], module: nn.Module, inputs: Any, output: Any
     ) -> None:
         self._look(f"{_AFTER} {path or 'the model'}", own, module)
-
-        def follow(tensor: torch.Tensor) -> torch.Tensor:
+        for tensor in each_tensor(output):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._look_back, own, module))
-            return tensor
-
-        map_tensors(follow, output)
 
     def _look_back(self, own: dict[str, str], module: nn.Module, gradient: torch.Tensor) -> None:
         self._look("in backward", own, module)

@@ -22,6 +22,7 @@ from fullshard.preflight.verification.comparing.compare import rms
 from fullshard.preflight.verification.draws import Draws, State
 from fullshard.preflight.verification.trace import Trace, traced
 from fullshard.sharding import map_tensors
+from fullshard.sharding.spi import tensors_in
 
 __all__ = ["Call", "Recorder", "Replay", "replay"]
 
@@ -119,15 +120,11 @@ class Recorder:
             return
         _, call = self._open.pop()
         _require_plain(name, output, "returns")
-
-        def look(number: int, tensor: torch.Tensor) -> torch.Tensor:
+        for number, tensor in enumerate(tensors_in(output)):
             call.outputs.append(tensor.detach().cpu().clone())
             call.attached.append(tensor.requires_grad)
             if tensor.requires_grad:
                 tensor.register_hook(partial(_keep, call.output_grads, number))
-            return tensor
-
-        _numbered(look, output)
         self.calls[name].append(call)
 
     def _note_outside(self, param: nn.Parameter) -> None:
@@ -187,9 +184,9 @@ def replay(layer: nn.Module, call: Call, device: torch.device) -> Replay:
         return tensor.clone()  # a layer may write into its inputs, and not into a leaf
 
     args, kwargs = _numbered(enter, given)
-    size = rms(each.detach() for each in _tensors(given))
+    size = rms(each.detach() for each in tensors_in(given))
     with torch.set_grad_enabled(call.recorded), traced(layer) as trace, Alone():
-        outputs = _tensors(layer(*args, **kwargs))
+        outputs = tensors_in(layer(*args, **kwargs))
     pairs = [
         (outputs[number], grad.to(outputs[number]))
         for number, grad in call.output_grads.items()
@@ -224,20 +221,9 @@ def _numbered(fn: Callable[[int, torch.Tensor], torch.Tensor], value: Any) -> An
     return map_tensors(once, value)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def look(number: int, tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    _numbered(look, value)
-    return found
-
-
 def _require_plain(name: str, value: Any, does: str) -> None:
     """Return if no tensor is distributed: alone on one rank a layer can have no such."""
-    if any(isinstance(each, DTensor) for each in _tensors(value)):
+    if any(isinstance(each, DTensor) for each in tensors_in(value)):
         raise TypeError(
             f"layer {name} {does} a DTensor, as tensor parallel modules do; pass layers=, a "
             "function that returns modules between which plain tensors pass, or compare the whole "
