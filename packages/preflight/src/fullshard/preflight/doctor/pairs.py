@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fullshard.preflight.verification.agree import everyones
+
 __all__ = ["Pair", "measure_pairs", "pairs_by_round"]
 
 _PINGS = 15
@@ -67,9 +69,8 @@ def measure_pairs(ranks: Sequence[int], device: torch.device) -> list[Pair]:
                 latency, bandwidth = _measured(pair, rank, device)
                 if rank == pair[0]:
                     mine.append(Pair(pair, latency, bandwidth))
-    everyone: list[list[Pair]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    return sorted((link for links in everyone for link in links), key=lambda link: link.ranks)
+    links = [link for links in everyones(mine) for link in links]
+    return sorted(links, key=lambda link: link.ranks)
 
 
 def _measured(pair: tuple[int, int], rank: int, device: torch.device) -> tuple[float, float]:

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,10 +19,9 @@ from fullshard.comm.spi import carrier_of
 from fullshard.preflight.doctor.findings import Diagnosis, Finding, Level, fail, fine, warn
 from fullshard.preflight.doctor.here import Facts, check_disk, check_here, facts_here
 from fullshard.preflight.doctor.pairs import Pair, measure_pairs
+from fullshard.preflight.verification.agree import everyones
 
 __all__ = ["diagnose"]
-
-_T = TypeVar("_T")
 
 _SLOW = 0.5  # of the median: a link or a machine below it is named
 _LATE = 3.0  # times the usual latency
@@ -49,7 +47,7 @@ def diagnose(folder: Path | None = None) -> Diagnosis:
     mine = [*check_here(facts), *([] if folder is None else [check_disk(folder)])]
     if not dist.is_initialized():
         return Diagnosis(mine)
-    everyone = _gathered((facts, mine))
+    everyone = everyones((facts, mine))
     all_facts = [each for each, _ in everyone]
     device = _device()
     return Diagnosis(
@@ -71,12 +69,6 @@ def _device() -> torch.device:
     world = dist.group.WORLD
     assert world is not None, "there is a process group"
     return carrier_of(world, accelerator or torch.device("cpu"))
-
-
-def _gathered(value: _T) -> list[_T]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
 
 
 def _said_of(ranks: Sequence[int]) -> str:
@@ -153,7 +145,7 @@ def _compare_machines(facts: Sequence[Facts]) -> list[Finding]:
 def _compare_clocks() -> Finding:
     """Compare clocks with rank 0's; a barrier before it makes all ranks look at one moment."""
     dist.barrier()
-    times = _gathered(time.time())
+    times = everyones(time.time())
     offsets = [each - times[0] for each in times]
     late = [rank for rank, offset in enumerate(offsets) if abs(offset) > _CLOCKS]
     if late:
@@ -194,7 +186,7 @@ def _check_collectives(device: torch.device) -> list[Finding]:
     }
     found = []
     for name, check in checks.items():
-        right = _gathered(check())
+        right = everyones(check())
         wrong = [each for each, is_right in enumerate(right) if not is_right]
         if wrong:
             text = f"{_said_of(wrong)} got wrong numbers"
@@ -217,7 +209,7 @@ def _check_speeds(facts: Sequence[Facts]) -> list[Finding]:
         for _ in range(4):
             one = (one @ one).clamp_(-1, 1)
         times.append(time.perf_counter() - start)
-    speeds = [1 / seconds for seconds in _gathered(min(times))]
+    speeds = [1 / seconds for seconds in everyones(min(times))]
     usual = statistics.median(speeds)
     slow = [rank for rank, speed in enumerate(speeds) if speed < _SLOW * usual]
     if not slow:

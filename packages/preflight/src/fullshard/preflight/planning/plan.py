@@ -36,7 +36,7 @@ from fullshard.preflight.planning.world import MeshLike, axes_of, lonely_world
 from fullshard.preflight.simulation.device import accelerated
 from fullshard.preflight.simulation.host import offloading
 from fullshard.preflight.simulation.streams import Machine
-from fullshard.preflight.verification.program import adamw
+from fullshard.preflight.verification.program import adamw, scalar
 from fullshard.sharding import FSDPModule
 from fullshard.sharding.spi import EarlyReduction, groups_of
 
@@ -274,14 +274,7 @@ class _Run:
         self.optimizer.zero_grad()
 
     def _loss_of(self, batch: Any) -> torch.Tensor:
-        loss = self._loss(self._model, batch)
-        if not isinstance(loss, torch.Tensor):
-            raise TypeError(f"loss returned a {type(loss).__name__}; return a scalar tensor")
-        if loss.numel() != 1:
-            raise ValueError(
-                f"loss returned a tensor of shape {tuple(loss.shape)}; return a scalar"
-            )
-        return loss
+        return scalar(self._loss(self._model, batch))
 
     def _note_gathered(self, module: nn.Module, args: Any) -> None:
         full = [each for each in module.parameters(recurse=False) if not isinstance(each, DTensor)]

@@ -25,7 +25,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _parts = count()  # all ranks pass equal parts in one order
 
 
-def everyones(value: Any) -> list[Any]:
+def everyones(value: _T) -> list[_T]:
     """Return what each rank passed, by rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
@@ -45,14 +45,14 @@ def raise_together(run: Callable[[], _T]) -> _T:
     Raises:
         Exception: what ``run`` raised here; or a ``RuntimeError`` that names the rank where it did.
     """
-    failure: Exception | None = None
-    value: Any = None
-    try:
-        value = run()
-    except Exception as error:
-        failure = error
-    _raise_any(failure)
-    return value  # type: ignore[no-any-return]
+    value, failure = _tried(run)
+    told = everyones(None if failure is None else _text(failure))
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(told):
+        if text is not None:
+            raise RuntimeError(_stopped(rank, text))
+    return value
 
 
 def jointly(run: Callable[[], _T]) -> _T:
@@ -68,12 +68,7 @@ def jointly(run: Callable[[], _T]) -> _T:
             or a ``RuntimeError`` that names the other rank.
     """
     part = _Part(next(_parts))
-    failure: Exception | None = None
-    value: Any = None
-    try:
-        value = run()
-    except Exception as error:
-        failure = error
+    value, failure = _tried(run)
     if failure is None:
         part.end()
         part.wait_for_all()
@@ -84,7 +79,15 @@ def jointly(run: Callable[[], _T]) -> _T:
         if failure is not None and told[1] == _text(failure):
             raise failure
         raise RuntimeError(_stopped(*told)) from failure  # a failure here came of that rank's
-    return value  # type: ignore[no-any-return]
+    return value
+
+
+def _tried(run: Callable[[], _T]) -> tuple[_T, None] | tuple[Any, Exception]:
+    """Return the result of ``run``, or the error that it raised."""
+    try:
+        return run(), None
+    except Exception as error:
+        return None, error
 
 
 def _text(failure: Exception) -> str:
@@ -93,16 +96,6 @@ def _text(failure: Exception) -> str:
 
 def _stopped(rank: int, text: str) -> str:
     return f"rank {rank} stopped the verification: {text}"
-
-
-def _raise_any(failure: Exception | None) -> None:
-    """Raise this rank's failure, or that another had one."""
-    said = everyones(None if failure is None else _text(failure))
-    if failure is not None:
-        raise failure
-    for rank, text in enumerate(said):
-        if text is not None:
-            raise RuntimeError(_stopped(rank, text))
 
 
 class Alone(DispatchMode):

@@ -22,6 +22,7 @@ __all__ = [
     "looks_of",
     "remarks_on",
     "require_shapes",
+    "scalar",
     "sgd",
     "shapes_of",
 ]
@@ -145,24 +146,29 @@ class Program:
         return self.batch
 
     def loss_of(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Return the loss of a batch, a scalar.
-
-        Raises:
-            TypeError: if it is no tensor.
-            ValueError: if it is no scalar.
-        """
-        loss = self.loss(model, batch)
-        if not isinstance(loss, torch.Tensor):
-            raise TypeError(f"loss returned a {type(loss).__name__}; return a scalar tensor")
-        if loss.numel() != 1:
-            raise ValueError(
-                f"loss has shape {tuple(loss.shape)}; return a scalar: the mean, or the sum"
-            )
-        return loss.reshape(())
+        """Return the loss of a batch; raises as ``scalar``."""
+        return scalar(self.loss(model, batch))
 
     def but(self, **changes: Any) -> Program:
         """Return a copy of the program with some changes."""
         return replace(self, **changes)
+
+
+def scalar(loss: object) -> torch.Tensor:
+    """Return what a user's function gave as a loss, a scalar.
+
+    Raises:
+        TypeError: if it is no tensor.
+        ValueError: if it is no scalar.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"loss returned a {type(loss).__name__}; return a scalar tensor")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss returned a tensor of shape {tuple(loss.shape)}; return a scalar: the mean, or "
+            "the sum"
+        )
+    return loss.reshape(())
 
 
 def shapes_of(batch: Any) -> list[tuple[int, ...]]:

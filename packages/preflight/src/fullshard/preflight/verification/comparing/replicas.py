@@ -7,6 +7,7 @@ shard. ``Comparison`` decides the allowed difference between copies.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,7 +30,7 @@ def compare_replicas(
     held = {name: each for name, each in tensors.items() if each is not None}
     wrong = differing(held)
     for name in list(wrong)[:_MOST]:
-        copies = everyones(local(held[name]).cpu() if name in held else None)
+        copies: list[Any] = everyones(local(held[name]).cpu() if name in held else None)
         shards = [{rank: copies[rank] for rank in ranks} for ranks in wrong[name]]
         comparison.replicas(phase, name, shards)
 
