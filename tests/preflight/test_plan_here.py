@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ from fullshard.preflight.compat import DispatchMode
 from fullshard.preflight.costs import here as measuring
 from fullshard.preflight.costs.call import Call, Items, Operand
 from fullshard.preflight.costs.calls import Calls
-from fullshard.preflight.costs.collectives import Axis
-from fullshard.preflight.costs.here import UNSHARD
+from fullshard.preflight.costs.collectives import Axis, Collective
+from fullshard.preflight.costs.here import UNSHARD, MeasuredCosts
 from fullshard.preflight.costs.kernels import Kernel
-from fullshard.preflight.costs.ranks import Job, Moving, measure_together
+from fullshard.preflight.costs.ranks import Job, measure_together
 from fullshard.preflight.costs.timing import Caches, Moved, time_call
 from fullshard.preflight.planning.cpu_timeline import replay_on_cpu
 from fullshard.preflight.planning.memory.places import Place
-from fullshard.preflight.planning.recorder import Collective, Launch
+from fullshard.preflight.planning.recorder import Launch
 from fullshard.preflight.planning.timeline import Timeline
 from fullshard.sharding import fully_shard
 from support.ranks import distributed
@@ -116,16 +115,18 @@ def test_an_operation_is_timed_with_its_operands_touched_first() -> None:
 # -- the clock of a CPU ---------------------------------------------------------------------------
 
 
-@dataclass
-class Costs:
+class Costs(MeasuredCosts):
     """A second for an operation; for a collective four, or eight beside computing, half as fast."""
 
-    device: Device = DEVICES["h100"]
+    device = DEVICES["h100"]
+
+    def __init__(self) -> None:
+        """Measure nothing."""
 
     def kernel(self, kernel: Kernel) -> float:
         return 1.0
 
-    def moved(self, move: Moving) -> Moved:
+    def moved(self, move: Collective) -> Moved:
         return Moved(seconds=4.0, beside=8.0, stolen=4.0)
 
 
@@ -249,7 +250,7 @@ def test_a_mesh_that_cannot_be_measured_here_is_an_error_that_says_what_to_do() 
 
 @pytest.mark.matrix
 def test_a_rank_that_fails_to_measure_is_named_with_what_it_wrote() -> None:
-    job = Job(ranks=1, threads=1, world=1, moves=[Moving("send", 8, Axis(1))])
+    job = Job(ranks=1, threads=1, world=1, moves=[Collective("send", 8, Axis(1))])
     with pytest.raises(RuntimeError, match=r"rank 0 of 1.*(?s:.*)KeyError: 'send'"):
         measure_together(job)
 

@@ -18,8 +18,9 @@ from torch.distributed.tensor.parallel import (
 
 from fullshard.policies import CPUOffloadPolicy, OffloadPolicy
 from fullshard.preflight import Category, Plan, Timeline, plan
+from fullshard.preflight.costs.collectives import Collective
 from fullshard.preflight.planning.choices import blocks_of
-from fullshard.preflight.planning.recorder import Collective, Transfer
+from fullshard.preflight.planning.recorder import Transfer
 from fullshard.preflight.verification.program import adamw
 from fullshard.sharding import fully_shard
 from support.modules import Stack

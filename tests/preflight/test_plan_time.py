@@ -26,12 +26,12 @@ from fullshard.preflight import (
     plan,
 )
 from fullshard.preflight.compat import DispatchMode
-from fullshard.preflight.costs.collectives import Axis, collective_seconds, traffic_of
+from fullshard.preflight.costs.collectives import Axis, Collective, collective_seconds, traffic_of
 from fullshard.preflight.costs.kernels import Kernel, kernel_of, kernel_seconds
 from fullshard.preflight.planning.choices import blocks_of
 from fullshard.preflight.planning.memory.places import Place
-from fullshard.preflight.planning.recorder import Collective, HostWait, Launch
-from fullshard.preflight.planning.timeline import Described, Timeline, replay
+from fullshard.preflight.planning.recorder import HostWait, Launch
+from fullshard.preflight.planning.timeline import Timeline, replay
 from support.modules import Stack
 
 ROUND = Device(  # figures with which one can calculate by hand
@@ -58,7 +58,7 @@ MANY = 10**9
 
 
 def _seconds(name: str, nbytes: int, axis: Axis) -> float:
-    return collective_seconds(name, nbytes, axis, ROUND)
+    return collective_seconds(Collective(name, nbytes, axis), ROUND)
 
 
 def test_a_ring_sends_a_part_in_each_of_its_steps() -> None:
@@ -86,9 +86,9 @@ def test_an_axis_knows_which_of_its_ranks_share_a_host() -> None:
     assert Axis(8).hosts(ROUND) == 2
     assert Axis(8, stride=2).per_host(ROUND) == 2
     assert Axis(8, stride=64).hosts(ROUND) == 8
-    assert traffic_of("_allgather_base_", 800, Axis(8), ROUND).nbytes == 700
-    assert traffic_of("allreduce_", 800, Axis(8), ROUND).messages == 14
-    assert traffic_of("allreduce_", 800, Axis(2), ROUND).link == "inside"
+    assert traffic_of(Collective("_allgather_base_", 800, Axis(8)), ROUND).nbytes == 700
+    assert traffic_of(Collective("allreduce_", 800, Axis(8)), ROUND).messages == 14
+    assert traffic_of(Collective("allreduce_", 800, Axis(2)), ROUND).link == "inside"
 
 
 class Kernels(DispatchMode):
@@ -171,7 +171,7 @@ def test_what_overlaps_is_hidden_and_what_is_waited_for_is_exposed() -> None:
         _launch(2, 2, GATHER),
         _launch(1, 2, SECOND, s2=2),
     ]
-    timeline = replay(records, {1: "default", 2: "gather"}, Described(ROUND))
+    timeline = replay(records, {1: "default", 2: "gather"}, ROUND)
     assert timeline.step_time == pytest.approx(2 * 1.003 + 1, abs=1e-4)
     assert timeline.exposed == pytest.approx(2 * 1.003 - 1, abs=1e-4)
     assert timeline.host_bound < 1e-4
@@ -182,12 +182,12 @@ def test_a_host_that_waits_launches_later() -> None:
     records: list[Launch | HostWait] = [
         _launch(2, 1, GATHER), HostWait({2: 1}), _launch(1, 1, SECOND),
     ]  # fmt: skip
-    timeline = replay(records, {1: "default", 2: "gather"}, Described(ROUND))
+    timeline = replay(records, {1: "default", 2: "gather"}, ROUND)
     assert timeline.spans[1].start == pytest.approx(1.003, abs=1e-4)
-    late = replay(records[:1] + records[2:], {1: "default", 2: "g"}, Described(ROUND))
+    late = replay(records[:1] + records[2:], {1: "default", 2: "g"}, ROUND)
     assert late.spans[1].start < 1e-4
     waiting = replace(ROUND, synchronous=True)
-    after = replay([records[2], _launch(2, 1, GATHER)], {1: "d", 2: "g"}, Described(waiting))
+    after = replay([records[2], _launch(2, 1, GATHER)], {1: "d", 2: "g"}, waiting)
     assert after.spans[1].start >= 1.0, "a CPU computes before it launches what follows"
 
 

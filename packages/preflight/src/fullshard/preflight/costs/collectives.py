@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from fullshard.preflight.costs.devices import Device
 
-__all__ = ["Axis", "Traffic", "collective_seconds", "traffic_of"]
+__all__ = ["Axis", "Collective", "Traffic", "collective_seconds", "traffic_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,31 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
+class Collective:
+    """What moves.
+
+    Attributes:
+        name: the operator's, without its namespace.
+        nbytes: of an all-gather's output, a reduce-scatter's input, or the tensor.
+        axis: among whom.
+    """
+
+    name: str
+    nbytes: int
+    axis: Axis
+
+    @property
+    def reduces_all(self) -> bool:
+        """Whether it is an all-reduce, which goes round twice."""
+        return self.name.startswith("allreduce")
+
+    def __str__(self) -> str:
+        """As a key of a table: equal for axes that differ in their names alone."""
+        among = f"{self.axis.size} ranks by {self.axis.stride}"
+        return f"{self.name} {self.nbytes} bytes, {among}, alone and beside products"
+
+
+@dataclass(frozen=True, slots=True)
 class Traffic:
     """The data that one rank sends in a ring collective.
 
@@ -55,47 +80,30 @@ class Traffic:
     messages: int
 
 
-def traffic_of(name: str, nbytes: int, axis: Axis, device: Device) -> Traffic:
-    """Return the data that one rank sends to gather or reduce ``nbytes`` over all ranks.
-
-    Args:
-        name: of the operator, without its namespace.
-        nbytes: of an all-gather's output, a reduce-scatter's input, an all-reduce's tensor.
-        axis: the ranks.
-        device: what they compute on.
-    """
-    rounds = 2 if name.startswith("allreduce") else 1
-    steps = rounds * (axis.size - 1)
+def traffic_of(moved: Collective, device: Device) -> Traffic:
+    """Return the data that one rank sends in a collective between such devices."""
+    axis = moved.axis
+    steps = (2 if moved.reduces_all else 1) * (axis.size - 1)
     link = device.inside if axis.hosts(device) == 1 else device.between
-    return Traffic(link.name, steps * nbytes / axis.size, steps)
+    return Traffic(link.name, steps * moved.nbytes / axis.size, steps)
 
 
-def collective_seconds(name: str, nbytes: int, axis: Axis, device: Device) -> float:
+def collective_seconds(moved: Collective, device: Device) -> float:
     """How long a collective takes, from its start on all ranks at once.
 
     The quickest of short and large messages and, of an all-reduce, of ring and tree.
-
-    Args:
-        name: of the operator, without its namespace.
-        nbytes: as for ``traffic_of``.
-        axis: the ranks.
-        device: what they compute on.
     """
-    if axis.size == 1 or name == "barrier":
+    axis, inside, between = moved.axis, device.inside, device.between
+    if axis.size == 1 or moved.name == "barrier":
         return device.start
-    inside, between = device.inside, device.between
     large, short = (inside.latency, between.latency), (inside.short_latency, between.short_latency)
-    reduces_all = name.startswith("allreduce")
-    part = 1 / 4 if reduces_all or axis.hosts(device) > 1 else 1 / 3  # of the bandwidth: NCCL's LL
-    ways = [_ring(name, nbytes, axis, device, large, 1.0)]
-    ways.append(_ring(name, nbytes, axis, device, short, part))
-    if reduces_all:
+    # of the bandwidth: NCCL's LL
+    part = 1 / 4 if moved.reduces_all or axis.hosts(device) > 1 else 1 / 3
+    ways = [_ring(moved, device, large, 1.0), _ring(moved, device, short, part)]
+    if moved.reduces_all:
         large = inside.tree_latency, between.tree_latency
         short = inside.short_tree_latency, between.short_tree_latency
-        ways += [
-            _tree(nbytes, axis, device, large, 1.0),
-            _tree(nbytes, axis, device, short, 1 / 3.8),
-        ]
+        ways += [_tree(moved, device, large, 1.0), _tree(moved, device, short, 1 / 3.8)]
     return device.start + min(ways)
 
 
@@ -110,24 +118,16 @@ def _bandwidth(axis: Axis, device: Device) -> float:
     return narrowest * device.efficiency.link
 
 
-def _ring(
-    name: str,
-    nbytes: int,
-    axis: Axis,
-    device: Device,
-    latencies: tuple[float, float],
-    part: float,
-) -> float:
-    rounds = 2 if name.startswith("allreduce") else 1
+def _ring(moved: Collective, device: Device, latencies: tuple[float, float], part: float) -> float:
+    axis = moved.axis
     steps, crossings = axis.size - 1, axis.hosts(device) - 1
     waits = (steps - crossings) * latencies[0] + crossings * latencies[1]
-    moved = steps / axis.size * nbytes / (_bandwidth(axis, device) * part)
-    return rounds * (waits + moved)
+    moves = steps / axis.size * moved.nbytes / (_bandwidth(axis, device) * part)
+    return (2 if moved.reduces_all else 1) * (waits + moves)
 
 
-def _tree(
-    nbytes: int, axis: Axis, device: Device, latencies: tuple[float, float], part: float
-) -> float:
+def _tree(moved: Collective, device: Device, latencies: tuple[float, float], part: float) -> float:
+    axis = moved.axis
     steps = (axis.per_host(device) - 1) * latencies[0]
     steps += math.ceil(math.log2(axis.hosts(device))) * latencies[1]
-    return 2 * (steps + nbytes / (_bandwidth(axis, device) * part))
+    return 2 * (steps + moved.nbytes / (_bandwidth(axis, device) * part))

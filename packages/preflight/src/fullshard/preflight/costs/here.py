@@ -16,13 +16,14 @@ from pathlib import Path
 import torch
 
 from fullshard.preflight.costs.call import Call, Items, Operand
+from fullshard.preflight.costs.collectives import Collective
 from fullshard.preflight.costs.devices import Device, Efficiency, Link
 from fullshard.preflight.costs.host import HostTime
 from fullshard.preflight.costs.kernels import Kernel, kernel_seconds
 from fullshard.preflight.costs.links import Links
 from fullshard.preflight.costs.memo import Memo, memo_of
 from fullshard.preflight.costs.pages import Allocations, fits_here
-from fullshard.preflight.costs.ranks import Job, Moving, Times, measure_together
+from fullshard.preflight.costs.ranks import Job, Times, measure_together
 from fullshard.preflight.costs.timing import COLLECTIVES, Moved
 
 __all__ = ["UNSHARD", "Here", "MeasuredCosts", "measured_costs"]
@@ -151,7 +152,7 @@ class MeasuredCosts:
     def measure(
         self,
         kernels: Iterable[Kernel],
-        moves: Iterable[Moving],
+        moves: Iterable[Collective],
         parameters: int,
         allocations: Allocations,
     ) -> None:
@@ -168,7 +169,11 @@ class MeasuredCosts:
             ValueError: if there is a collective that cannot be measured.
         """
         kernels = list(kernels)
-        moves = [] if self.here.links is not None else list(dict.fromkeys(moves))
+        moves = (
+            []
+            if self.here.links is not None
+            else list({str(each): each for each in moves}.values())
+        )
         self._check(moves)
         called = dict.fromkeys(each.call for each in kernels if each.call is not None)
         calls = [each for each in (_PRODUCT, _COPY, *called) if str(each) not in self.memo]
@@ -209,7 +214,7 @@ class MeasuredCosts:
         found = () if kernel.call is None else self.memo[str(kernel.call)]
         return found[0] if found else None
 
-    def _check(self, moves: list[Moving]) -> None:
+    def _check(self, moves: list[Collective]) -> None:
         unknown = sorted({each.name for each in moves} - set(COLLECTIVES))
         if unknown:
             raise ValueError(
@@ -218,7 +223,7 @@ class MeasuredCosts:
             )
 
     def _times(
-        self, calls: list[Call], moves: list[Moving], parameters: int, touched: int
+        self, calls: list[Call], moves: list[Collective], parameters: int, touched: int
     ) -> Times:
         """What was measured: together, or collectives by ranks of their own if they are more."""
         job = Job(
@@ -240,7 +245,7 @@ class MeasuredCosts:
             seconds = kernel_seconds(kernel, self.device) if kernel.nbytes else 0.0
         return seconds + self._launch
 
-    def moved(self, move: Moving) -> Moved:
+    def moved(self, move: Collective) -> Moved:
         """Return the cost of a collective."""
         links = self.here.links
         return (

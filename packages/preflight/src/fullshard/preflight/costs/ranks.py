@@ -24,38 +24,18 @@ import torch
 import torch.distributed as dist
 
 from fullshard.preflight.costs.call import Call
-from fullshard.preflight.costs.collectives import Axis
+from fullshard.preflight.costs.collectives import Axis, Collective
 from fullshard.preflight.costs.host import HostTime, time_host
 from fullshard.preflight.costs.pages import Allocations, time_new_pages
 from fullshard.preflight.costs.timing import Caches, Moved, time_call, time_collective
 
-__all__ = ["Job", "Moving", "Times", "main", "measure_together"]
+__all__ = ["Job", "Times", "main", "measure_together"]
 
 _TIMEOUT = timedelta(minutes=5)
 _PROGRAM = f"import sys; from {__name__} import main; main(*sys.argv[1:])"
 # The C library keeps freed memory, so that no call pays for new pages: whether one does in a step
 # depends on all that was freed before.
 _KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-
-
-@dataclass(frozen=True, slots=True)
-class Moving:
-    """A collective to be measured.
-
-    Attributes:
-        name: of the operator, without its namespace.
-        nbytes: bytes of an all-gather's output, of a reduce-scatter's input, or of the tensor.
-        axis: among whom.
-    """
-
-    name: str
-    nbytes: int
-    axis: Axis
-
-    def __str__(self) -> str:
-        """As a key of a table."""
-        among = f"{self.axis.size} ranks by {self.axis.stride}"
-        return f"{self.name} {self.nbytes} bytes, {among}, alone and beside products"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +60,7 @@ class Job:
     threads: int
     world: int
     calls: Sequence[Call] = ()
-    moves: Sequence[Moving] = ()
+    moves: Sequence[Collective] = ()
     parameters: int = 0
     touched: int = 0
     share_cores: bool = False

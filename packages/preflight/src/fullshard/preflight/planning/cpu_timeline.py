@@ -10,37 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
-from fullshard.preflight.costs.collectives import Axis, Traffic, traffic_of
-from fullshard.preflight.costs.devices import Device
+from fullshard.preflight.costs.collectives import Axis, Collective, Traffic, traffic_of
+from fullshard.preflight.costs.here import MeasuredCosts
 from fullshard.preflight.costs.kernels import Kernel
-from fullshard.preflight.costs.ranks import Moving
 from fullshard.preflight.costs.timing import Moved
 from fullshard.preflight.planning.memory.places import Place
-from fullshard.preflight.planning.recorder import Collective, Launch, Record
+from fullshard.preflight.planning.recorder import Launch, Record
 from fullshard.preflight.planning.timeline import Idle, Span, Timeline, count_traffic
 
-__all__ = ["CPUCosts", "replay_on_cpu"]
+__all__ = ["replay_on_cpu"]
 
 _LEAST = 0.05  # of a core, left for computing during collectives
-
-
-class CPUCosts(Protocol):
-    """How long things take on a CPU."""
-
-    @property
-    def device(self) -> Device:
-        """The description of it."""
-        ...
-
-    def kernel(self, kernel: Kernel) -> float:
-        """Seconds of an operation and what the host adds to it."""
-        ...
-
-    def moved(self, move: Moving) -> Moved:
-        """Return the cost of a collective."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +58,7 @@ class _Clock:
         waits: seconds in which it waited for collectives, by place.
     """
 
-    def __init__(self, costs: CPUCosts) -> None:
+    def __init__(self, costs: MeasuredCosts) -> None:
         self.now = 0.0
         self.waits: dict[Place, Idle] = {}
         self._place = Place("between steps")
@@ -151,7 +132,7 @@ class _Clock:
 
 
 def replay_on_cpu(
-    records: Sequence[Record], streams: Mapping[int, str], costs: CPUCosts
+    records: Sequence[Record], streams: Mapping[int, str], costs: MeasuredCosts
 ) -> Timeline:
     """Put what a step launched in time on a CPU."""
     clock, flops = _Clock(costs), 0
@@ -162,9 +143,8 @@ def replay_on_cpu(
         if not isinstance(record, Launch):
             continue
         if isinstance(record.work, Collective):
-            moved = costs.moved(moving(record.work))
-            axis, nbytes = record.work.axis, record.work.nbytes
-            count_traffic(sent, axis, traffic_of(record.work.name, nbytes, axis, costs.device))
+            count_traffic(sent, record.work.axis, traffic_of(record.work, costs.device))
+            moved = costs.moved(record.work)
             spans.append((record, clock.launch(record.stream, record.number, moved)))
         else:
             assert isinstance(record.work, Kernel), "a CPU copies nothing to a host"
@@ -178,8 +158,6 @@ def replay_on_cpu(
         streams={number: streams[number] for number in sorted({s.launch.stream for s in told})},
         spans=told,
         step_time=step_time,
-        exposed=sum(each.exposed for each in clock.waits.values()),
-        host_bound=0.0,
         parts=clock.waits,
         flops=flops,
         traffic=sent,
@@ -190,8 +168,3 @@ def replay_on_cpu(
 def _span(launch: Launch, flight: _Flight) -> Span:
     assert flight.start is not None and flight.end is not None, "all are over at the step's end"
     return Span(launch, flight.start, flight.end)
-
-
-def moving(work: Collective) -> Moving:
-    """Return the measurement that a collective needs."""
-    return Moving(work.name, work.nbytes, Axis(work.axis.size, work.axis.stride))

@@ -13,11 +13,12 @@ import torch
 
 from fullshard.comm import Event, EventKind, observe
 from fullshard.preflight.costs.calls import Calls
+from fullshard.preflight.costs.collectives import Collective
 from fullshard.preflight.costs.here import UNSHARD, Here, measured_costs
 from fullshard.preflight.costs.kernels import Kernel
-from fullshard.preflight.planning.cpu_timeline import moving, replay_on_cpu
+from fullshard.preflight.planning.cpu_timeline import replay_on_cpu
 from fullshard.preflight.planning.memory.places import Places
-from fullshard.preflight.planning.recorder import Collective, Launch, Recorder
+from fullshard.preflight.planning.recorder import Launch, Recorder
 from fullshard.preflight.planning.timeline import Timeline
 from fullshard.preflight.races.collectives import Launched
 
@@ -75,7 +76,7 @@ class Measuring:
         work = [each.work for each in records if isinstance(each, Launch)]
         self._costs.measure(
             [each for each in work if isinstance(each, Kernel)],
-            [moving(each) for each in work if isinstance(each, Collective)],
+            [each for each in work if isinstance(each, Collective)],
             max(1, round(parameters / max(1, len(self._groups)))),
             self.recorder.allocations,
         )

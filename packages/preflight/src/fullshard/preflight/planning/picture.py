@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fullshard.preflight.costs.collectives import Collective
 from fullshard.preflight.costs.kernels import Kernel
 from fullshard.preflight.planning.memory.ledger import Category
 from fullshard.preflight.planning.memory.places import Place
-from fullshard.preflight.planning.recorder import Collective, Launch
+from fullshard.preflight.planning.recorder import Launch
 from fullshard.preflight.planning.timeline import Timeline
 
 __all__ = ["Picture"]

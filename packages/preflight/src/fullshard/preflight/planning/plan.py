@@ -31,7 +31,7 @@ from fullshard.preflight.planning.memory.ledger import Category, Ledger
 from fullshard.preflight.planning.memory.places import Places
 from fullshard.preflight.planning.recorder import CollectiveRecorder, Recorder
 from fullshard.preflight.planning.report import Plan
-from fullshard.preflight.planning.timeline import Costs, Described, Timeline, replay
+from fullshard.preflight.planning.timeline import Timeline, replay
 from fullshard.preflight.planning.world import MeshLike, axes_of, lonely_world
 from fullshard.preflight.simulation.device import accelerated
 from fullshard.preflight.simulation.host import offloading
@@ -111,7 +111,7 @@ def plan(
     on = _Machine.of(device, tuple(axes.values()), places)
     recorder = on.recorder
     ledger = Ledger(places, recorder, Inside(kernels=on.on_cpu))
-    with lonely_world(axes) as made, on.simulated(recorder, ledger), ledger:
+    with lonely_world(axes) as made, on.simulated(ledger), ledger:
         if recorder is not None:
             recorder.name_axes(made)
         with saying_where(places):
@@ -140,14 +140,14 @@ class _Machine:
         name: for the report.
         on_cpu: whether they compute on CPUs; else on accelerators, which are simulated.
         recorder: records a step to be timed, if it is.
-        costs: how long things take there, if that is known.
+        device: the description by which the step is timed, if it is.
         measuring: measures that, if it is to be.
     """
 
     name: str
     on_cpu: bool
     recorder: Recorder | None = None
-    costs: Costs | None = None
+    device: Device | None = None
     measuring: Measuring | None = None
 
     @classmethod
@@ -165,8 +165,8 @@ class _Machine:
             return cls(
                 "this machine", on_cpu=True, recorder=measuring.recorder, measuring=measuring
             )
-        costs = Described(device_named(here))
-        return cls(costs.device.name, costs.device.synchronous, Recorder(places), costs)
+        described = device_named(here)
+        return cls(described.name, described.synchronous, Recorder(places), described)
 
     def timeline(self, parameters: int) -> Timeline | None:
         """The step that was recorded, in time; of a model with so many tensors as parameters."""
@@ -175,12 +175,12 @@ class _Machine:
                 return self.measuring.timeline(parameters)
             except RuntimeError as error:
                 raise PlanError(str(error)) from error
-        if self.recorder is None or self.costs is None:
+        if self.recorder is None or self.device is None:
             return None
-        return replay(self.recorder.records, self.recorder.streams, self.costs)
+        return replay(self.recorder.records, self.recorder.streams, self.device)
 
     @contextmanager
-    def simulated(self, recorder: Recorder | None, ledger: Ledger) -> Iterator[None]:
+    def simulated(self, ledger: Ledger) -> Iterator[None]:
         """Inside the ``with`` block the CPU is taken for it."""
         with ExitStack() as stack:
             if self.on_cpu:
@@ -191,9 +191,9 @@ class _Machine:
                 stack.enter_context(offloading(ledger.host))
             if self.measuring is not None:
                 stack.enter_context(self.measuring.following(ledger.reserve))
-            elif recorder is not None:
+            elif self.recorder is not None:
                 keep = ledger.reserve if self.on_cpu else None
-                stack.enter_context(recorder.following(streams=not self.on_cpu, keep=keep))
+                stack.enter_context(self.recorder.following(streams=not self.on_cpu, keep=keep))
             elif not self.on_cpu:
                 stack.enter_context(accelerated(Machine()))
             yield

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.preflight.costs.collectives import Axis
+from fullshard.preflight.costs.collectives import Axis, Collective
 from fullshard.preflight.costs.kernels import Kernel, kernel_of
 from fullshard.preflight.costs.pages import Allocations
 from fullshard.preflight.planning.memory.places import Place, Places
@@ -27,7 +27,6 @@ from fullshard.preflight.simulation.streams import Actor, Clock, Machine, join
 from fullshard.preflight.tensors import local_tensors
 
 __all__ = [
-    "Collective",
     "CollectiveRecorder",
     "HostWait",
     "Launch",
@@ -37,21 +36,6 @@ __all__ = [
     "Transfer",
     "Work",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """What moves.
-
-    Attributes:
-        name: the operator's, without its namespace.
-        nbytes: of an all-gather's output, a reduce-scatter's input, an all-reduce's tensor.
-        axis: among whom.
-    """
-
-    name: str
-    nbytes: int
-    axis: Axis
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from fullshard.preflight.costs.collectives import (
     Axis,
+    Collective,
     Traffic,
     collective_seconds,
     traffic_of,
@@ -23,50 +24,11 @@ from fullshard.preflight.costs.devices import Device
 from fullshard.preflight.costs.hosts import host_seconds, transfer_seconds
 from fullshard.preflight.costs.kernels import Kernel, kernel_seconds
 from fullshard.preflight.planning.memory.places import Place
-from fullshard.preflight.planning.recorder import (
-    Collective,
-    HostWait,
-    Launch,
-    Record,
-    Transfer,
-)
+from fullshard.preflight.planning.recorder import HostWait, Launch, Record, Transfer
 
-__all__ = ["Costs", "Described", "Idle", "Span", "Timeline", "count_traffic", "replay"]
+__all__ = ["Idle", "Span", "Timeline", "count_traffic", "replay"]
 
 _HOST, _COMPUTE = 0, 1
-
-
-class Costs(Protocol):
-    """How long things take on a device."""
-
-    @property
-    def device(self) -> Device:
-        """The device."""
-        ...
-
-    def kernel(self, kernel: Kernel) -> float:
-        """Seconds of a kernel."""
-        ...
-
-    def collective(self, collective: Collective) -> float:
-        """Seconds of a collective."""
-        ...
-
-
-@dataclass(frozen=True)
-class Described:
-    """The costs that follow from a description of the device."""
-
-    device: Device
-
-    def kernel(self, kernel: Kernel) -> float:
-        """Seconds of a kernel, by its roofline."""
-        return kernel_seconds(kernel, self.device)
-
-    def collective(self, collective: Collective) -> float:
-        """Seconds of a collective, by latency and bandwidth."""
-        name, nbytes, axis = collective.name, collective.nbytes, collective.axis
-        return collective_seconds(name, nbytes, axis, self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +68,7 @@ class Timeline:
         streams: the names of the streams that were used, by number.
         spans: what ran, in the order in which it was launched.
         step_time: seconds of the whole step.
-        exposed: seconds in which nothing is computed, for a collective is waited for, or a copy.
-        host_bound: seconds in which nothing is computed, for the host has not launched it yet.
-        parts: of these seconds, those at each place of the step, if there are any.
+        parts: the seconds in which nothing is computed, at each place of the step that has any.
         flops: FLOPs of matrix products and attention, without what is computed again.
         traffic: what this rank sends, by the axis of the mesh.
         copies: what is copied between the device and its host, by direction.
@@ -118,12 +78,20 @@ class Timeline:
     streams: Mapping[int, str]
     spans: tuple[Span, ...]
     step_time: float
-    exposed: float
-    host_bound: float
     parts: Mapping[Place, Idle]
     flops: int
     traffic: Mapping[Axis, Traffic]
     copies: Mapping[str, Traffic]
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which nothing is computed, since a collective or a copy is waited for."""
+        return sum(each.exposed for each in self.parts.values())
+
+    @property
+    def host_bound(self) -> float:
+        """Seconds in which nothing is computed, since the host has not launched it yet."""
+        return sum(each.host_bound for each in self.parts.values())
 
     @property
     def utilisation(self) -> float:
@@ -186,9 +154,9 @@ class Timeline:
         return "\n".join(lines)
 
 
-def replay(records: Iterable[Record], streams: Mapping[int, str], costs: Costs) -> Timeline:
-    """Put what a step launched in time."""
-    clock = _Clock(costs, streams)
+def replay(records: Iterable[Record], streams: Mapping[int, str], device: Device) -> Timeline:
+    """Put what a step launched on a device in time."""
+    clock = _Clock(device, streams)
     for record in records:
         clock.take(record)
     return clock.timeline(streams)
@@ -197,9 +165,8 @@ def replay(records: Iterable[Record], streams: Mapping[int, str], costs: Costs) 
 class _Clock:
     """When each stream and the host are free, as launches are put in time one after the other."""
 
-    def __init__(self, costs: Costs, streams: Mapping[int, str]) -> None:
-        self._costs = costs
-        self._device = costs.device
+    def __init__(self, device: Device, streams: Mapping[int, str]) -> None:
+        self._device = device
         self._host = 0.0
         self._free = dict.fromkeys(streams, 0.0)
         self._ends: dict[tuple[int, int], float] = {}
@@ -247,13 +214,12 @@ class _Clock:
             count_traffic(self._copies, work.name, Traffic(device.host.link, work.nbytes, 1))
             return transfer_seconds(work.nbytes, device.host, device.efficiency.link)
         if isinstance(work, Collective):
-            sent = traffic_of(work.name, work.nbytes, work.axis, device)
-            count_traffic(self._traffic, work.axis, sent)
-            return self._costs.collective(work)
+            count_traffic(self._traffic, work.axis, traffic_of(work, device))
+            return collective_seconds(work, device)
         if launch.stream == _HOST:
             return host_seconds(work.nbytes, device.host, device.efficiency.memory)
         self._flops += 0 if launch.again else work.flops
-        return self._costs.kernel(work)
+        return kernel_seconds(work, device)
 
     def timeline(self, streams: Mapping[int, str]) -> Timeline:
         """Return all operations with their times."""
@@ -269,8 +235,6 @@ class _Clock:
             streams={number: streams[number] for number in used},
             spans=tuple(self._spans),
             step_time=step_time,
-            exposed=sum(each.exposed for each in self._parts.values()),
-            host_bound=sum(each.host_bound for each in self._parts.values()),
             parts=self._parts,
             flops=self._flops,
             traffic=self._traffic,
