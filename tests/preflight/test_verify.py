@@ -330,7 +330,7 @@ def test_losses_that_cancel_are_compared_by_their_size() -> None:
 def test_too_little_memory_is_said_with_both_numbers() -> None:
     with (
         mock.patch.object(room, "free_memory", return_value=100),
-        pytest.raises((MemoryError, RuntimeError), match=r"takes .* GiB to train .* has .* GiB"),
+        pytest.raises((MemoryError, RuntimeError), match=r"takes .* KiB to train .* has .* KiB"),
     ):
         verdict_of()
 

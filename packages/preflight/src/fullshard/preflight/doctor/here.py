@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from fullshard.comm.spi import can_pin, traits_of
 from fullshard.preflight.doctor.findings import Finding, fail, fine, warn
+from fullshard.preflight.wording import size_text
 
 __all__ = ["LAYERS", "LEAST_SHARED", "Facts", "check_disk", "check_here", "facts_here"]
 
@@ -117,7 +118,9 @@ def check_disk(folder: Path) -> Finding:
     except OSError as error:
         return fail("disk", f"{folder}: {error.strerror}", "choose a folder that can be written")
     free = shutil.disk_usage(folder).free
-    return fine("disk", f"{folder}: writes {_WRITTEN / seconds / 1e6:.0f} MB/s, {_size(free)} free")
+    return fine(
+        "disk", f"{folder}: writes {_WRITTEN / seconds / 1e6:.0f} MB/s, {size_text(free)} free"
+    )
 
 
 def _check_versions(facts: Facts) -> list[Finding]:
@@ -167,7 +170,7 @@ def _check_shared_memory() -> list[Finding]:
     if not traits_of(torch.device("cpu")).shared_memory or not _SHARED.is_dir():
         return []
     usage = shutil.disk_usage(_SHARED)
-    text = f"{_size(usage.free)} of {_size(usage.total)} free in {_SHARED}"
+    text = f"{size_text(usage.free)} of {size_text(usage.total)} free in {_SHARED}"
     if not os.access(_SHARED, os.W_OK):
         return [warn("shared memory", f"{_SHARED} cannot be written", "ranks use sockets instead")]
     if usage.free < LEAST_SHARED:
@@ -210,7 +213,3 @@ def _is_loopback() -> bool:
         return socket.gethostbyname(socket.gethostname()).startswith("127.")
     except OSError:
         return False
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.1f} GiB"

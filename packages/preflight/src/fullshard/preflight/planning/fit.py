@@ -19,6 +19,7 @@ from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.world import MeshLike
 from fullshard.preflight.sizes import parse_bytes
 from fullshard.preflight.verification.program import adamw
+from fullshard.preflight.wording import size_text
 from fullshard.sharding import ShardingPlacements
 
 __all__ = ["CHOICES", "BudgetError", "Fit", "fit"]
@@ -126,9 +127,9 @@ def fit(
     if not fitting:
         least = min(tried, key=lambda each: each[1].peak)
         raise BudgetError(
-            f"none of {len(tried)} choices fits {_size(budget)} on a mesh of {least[1].name}; the "
-            f"least is {_size(least[1].peak)}, with {least[0]}. Take more ranks that shard, fewer "
-            "rows in a batch, or choices= with micro-batches"
+            f"none of {len(tried)} choices fits {size_text(budget)} on a mesh of {least[1].name}; "
+            f"the least is {size_text(least[1].peak)}, with {least[0]}. Take more ranks that "
+            "shard, fewer rows in a batch, or choices= with micro-batches"
         )
     choice, found = min(fitting, key=lambda each: each[1].step_time or 0.0)
     return Fit(choice=choice, plan=found, tried=tuple(tried))
@@ -139,10 +140,6 @@ def _check_shards(found: Plan, budget: int, choices: Sequence[Choice]) -> None:
     kept = found.categories[Category.SHARDS] + found.categories[Category.OPTIMIZER_STATE]
     if kept > budget and not any(each.offload for each in choices):
         raise BudgetError(
-            f"shards and optimizer state alone are {_size(kept)} on each of {found.name} ranks, "
-            f"more than the budget of {_size(budget)}; take more ranks that shard"
+            f"shards and optimizer state alone are {size_text(kept)} on each of {found.name} "
+            f"ranks, more than the budget of {size_text(budget)}; take more ranks that shard"
         )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"

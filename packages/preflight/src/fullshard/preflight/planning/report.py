@@ -9,6 +9,7 @@ from fullshard.preflight.planning.memory.ledger import Category
 from fullshard.preflight.planning.memory.places import Place
 from fullshard.preflight.planning.picture import Picture
 from fullshard.preflight.planning.timeline import Timeline
+from fullshard.preflight.wording import size_text
 
 __all__ = ["Plan"]
 
@@ -105,29 +106,30 @@ class Plan:
     def __str__(self) -> str:
         """A table for a person."""
         lines = [
-            f"{_size(self.peak)} at most in a step, on each of {self.name} ranks ({self.device})",
+            f"{size_text(self.peak)} at most in a step, on each of {self.name} ranks"
+            f" ({self.device})",
             f"  reached in {self.place}, after {self.operation}",
         ]
         if self.tensors < self.peak:
             lines.append(
-                f"  tensors alone {_size(self.tensors)} at most; the rest is inside operations and"
-                " collectives, which need not meet"
+                f"  tensors alone {size_text(self.tensors)} at most; the rest is inside operations"
+                " and collectives, which need not meet"
             )
         lines += [
-            f"  {_size(size):>12}  {category.title}"
+            f"  {size_text(size):>12}  {category.title}"
             for category, size in self.categories.items()
             if size
         ]
         if self.modules:
             largest = list(self.modules.items())[:5]
-            named = ", ".join(f"{name or 'the model'} {_size(size)}" for name, size in largest)
+            named = ", ".join(f"{name or 'the model'} {size_text(size)}" for name, size in largest)
             lines.append(f"  activations by module, the largest: {named}")
         told = self.kept > max(self.held // 100, 4096)
-        kept = f", of which {_size(self.kept)} are buffers for the next step" if told else ""
-        lines.append(f"{_size(self.held)} between steps{kept}")
+        kept = f", of which {size_text(self.kept)} are buffers for the next step" if told else ""
+        lines.append(f"{size_text(self.held)} between steps{kept}")
         if self.host:
-            lines.append(f"{_size(self.host)} at most in the host's memory, beside it")
-        lines.append(f"{_size(self.construction)} at most while it was built and sharded")
+            lines.append(f"{size_text(self.host)} at most in the host's memory, beside it")
+        lines.append(f"{size_text(self.construction)} at most while it was built and sharded")
         if self.attention:
             lines.append(f"attention kernels assumed: {', '.join(self.attention)}")
         if self.reads:
@@ -137,9 +139,3 @@ class Plan:
         if self.time is not None:
             lines.append(str(self.time))
         return "\n".join(lines)
-
-
-def _size(nbytes: int) -> str:
-    if nbytes < 2**30:
-        return f"{nbytes / 2**20:.2f} MiB" if nbytes >= 10 * 2**10 else f"{nbytes / 2**10:.2f} KiB"
-    return f"{nbytes / 2**30:.2f} GiB"

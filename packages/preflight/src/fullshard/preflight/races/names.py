@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.preflight.compat import storage_address
 from fullshard.preflight.races.regions import Region, region_of
+from fullshard.preflight.wording import listed
 from fullshard.sharding import FSDPParam
 
 __all__ = ["Names"]
@@ -54,8 +55,7 @@ class Names:
                 and region_of(tensor).overlaps(region)
             }
         )
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        return ", ".join(found[:3]) + more
+        return listed(found)
 
 
 def _tensors(param: FSDPParam) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,6 +7,8 @@ import os
 import torch
 from torch import nn
 
+from fullshard.preflight.wording import size_text
+
 __all__ = ["has_room", "nbytes", "reference_device"]
 
 COPIES = 4
@@ -26,11 +28,11 @@ def reference_device(
     for device in dict.fromkeys((home, cpu)):
         if wanted <= free_memory(device):
             return device
-    gib = [f"{amount / 2**30:.2f} GiB" for amount in (wanted, free_memory(home), free_memory(cpu))]
     raise MemoryError(
-        f"{what} takes {gib[0]} to train (parameters, gradients, two numbers of an optimizer "
-        f"each); {home} has {gib[1]} free and the CPU {gib[2]}. Pass a build_model of "
-        "less depth or width: what goes wrong in the large model does so in a small one"
+        f"{what} takes {size_text(wanted)} to train (parameters, gradients, two numbers of an "
+        f"optimizer each); {home} has {size_text(free_memory(home))} free and the CPU "
+        f"{size_text(free_memory(cpu))}. Pass a build_model of less depth or width: what goes "
+        "wrong in the large model does so in a small one"
     )
 
 

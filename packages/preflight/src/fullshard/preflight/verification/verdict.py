@@ -8,6 +8,7 @@ from enum import StrEnum
 import torch
 
 from fullshard.preflight.verification.tolerance import Tolerance
+from fullshard.preflight.wording import listed
 
 __all__ = ["Cause", "Difference", "Outcome", "Phase", "Seen", "Verdict", "VerificationFailed"]
 
@@ -89,7 +90,7 @@ class Cause:
 
     name: str
     evidence: str
-    tested: bool
+    tested: bool = True
 
     def __str__(self) -> str:
         """One line."""
@@ -227,9 +228,7 @@ class Verdict:
         else:
             lines = [f"not equal: {self.first}"]
             if self.others:
-                shown = ", ".join(self.others[:5])
-                more = len(self.others) - 5
-                lines.append(f"also: {shown}" + (f" and {more} more" if more > 0 else ""))
+                lines.append(f"also: {listed(self.others, 5)}")
             lines += [f"cause: {cause}" for cause in self.causes] or ["cause: not found"]
             lines += [f"known: {each}" for each in self.known]
         lines += [f"note: {note}" for note in self.notes]

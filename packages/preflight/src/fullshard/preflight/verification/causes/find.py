@@ -15,6 +15,7 @@ from fullshard.preflight.verification.closer.closer import Closer
 from fullshard.preflight.verification.closer.look import Look
 from fullshard.preflight.verification.program import Program, Seeds, sgd
 from fullshard.preflight.verification.verdict import Cause, Outcome, Phase
+from fullshard.preflight.wording import listed
 
 __all__ = ["find_causes"]
 
@@ -79,7 +80,6 @@ class _Experiments:
                     evidence="ranks have unequal numbers of tokens; with each loss times its "
                     "rank's share of all tokens, times the world size, both agree. Divide the sum "
                     "by the tokens of all ranks, and multiply by the world size",
-                    tested=True,
                 )
             )
         return found + self._of_hooks() + self._of_modes()
@@ -101,7 +101,7 @@ class _Experiments:
             )
         else:
             return []
-        return [Cause(name="random numbers drawn per rank", evidence=evidence, tested=True)]
+        return [Cause(name="random numbers drawn per rank", evidence=evidence)]
 
     def _of_hooks(self) -> list[Cause]:
         params = raise_together(lambda: dict(self._program.built().named_parameters()))
@@ -115,7 +115,6 @@ class _Experiments:
                 evidence=f"{name} has a hook by {kinds[0]} from before it was sharded; the sharded "
                 "parameter is another tensor, and does not call it, and without it both agree. "
                 "Register it after sharding",
-                tested=True,
             )
         ]
 
@@ -123,14 +122,12 @@ class _Experiments:
         modes = self._outcome.seen.modes
         if not modes or not self._helps(self._program.but(modes=modes)):
             return []
-        names = [name or "the model" for name in modes]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        names = listed(name or "the model" for name in modes)
         return [
             Cause(
                 name="train and eval mode mixed up",
-                evidence=f"{', '.join(names[:3])}{more} is in train mode in one of the models, in "
-                "eval mode in the other, and in one mode both agree. Set it in build_model or loss",
-                tested=True,
+                evidence=f"{names} is in train mode in one of the models, in eval "
+                "mode in the other, and in one mode both agree. Set it in build_model or loss",
             )
         ]
 
@@ -145,7 +142,6 @@ class _Experiments:
                     evidence="the unsharded model agrees if dist.get_rank() answers it with the "
                     "rank whose batch it has: the model, or the loss, does something else on "
                     "another rank",
-                    tested=True,
                 )
             ]
         if first.phase in _OPTIMIZERS and self._helps(program.but(optimizer=sgd)):
@@ -154,7 +150,6 @@ class _Experiments:
                     name="an optimizer that does not step alike",
                     evidence="gradients agree, and with SGD in its place so do updates: it does "
                     "something else with the sharded parameters than with the unsharded ones",
-                    tested=True,
                 )
             ]
         return []

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fullshard.preflight.verification.causes.source import lines_that_bypass
 from fullshard.preflight.verification.program import Program
 from fullshard.preflight.verification.verdict import Cause, Difference, Outcome, Phase
+from fullshard.preflight.wording import listed
 
 __all__ = ["seen_causes"]
 
@@ -48,27 +49,24 @@ def _of_parameters(outcome: Outcome, names: list[str]) -> Iterator[Cause]:
     if seen.untied:
         yield Cause(
             name="weights that are tied in one of the models only",
-            evidence=f"{_list(seen.untied)} is a parameter of its own in one model, and in the "
+            evidence=f"{listed(seen.untied)} is a parameter of its own in one model, and in the "
             "other the same as another. to_empty() and new nn.Parameters undo a tie: tie again "
             "after it, before sharding, and shard both modules in one group",
-            tested=True,
         )
     cast = [name for name in names if name in seen.cast]
     if cast:
         theirs, ours = seen.cast[cast[0]]
         yield Cause(
             name="a policy's dtype",
-            evidence=f"{_list(cast)} is {ours} in the sharded model and {theirs} in the unsharded "
+            evidence=f"{listed(cast)} is {ours} in the sharded model and {theirs} in the unsharded "
             "one: a buffer of positions or frequencies wants all its bits",
-            tested=True,
         )
     if first is not None and first.phase is Phase.BUILD and not (seen.untied or cast):
         yield Cause(
             name="values that sharding changes",
-            evidence=f"{_list(names)} has other values right after shard than build_model gave it: "
-            "initialise before sharding, or draw the same values on all ranks; load a checkpoint "
+            evidence=f"{listed(names)} has other values right after shard than build_model gave it"
+            ": initialise before sharding, or draw the same values on all ranks; load a checkpoint "
             "in both",
-            tested=True,
         )
 
 
@@ -78,10 +76,9 @@ def _of_replicas(outcome: Outcome, found: list[Difference]) -> Iterator[Cause]:
         names = _once([each.name for each in apart])
         yield Cause(
             name="replicas that are not the same",
-            evidence=f"{apart[0].phase} of {_list(names)}: ranks {list(apart[0].ranks)} hold "
+            evidence=f"{apart[0].phase} of {listed(names)}: ranks {list(apart[0].ranks)} hold "
             "another value than the first ranks with the same shards. Something changes it on some "
             "replicas only, or it is not reduced over them",
-            tested=True,
         )
 
 
@@ -91,17 +88,15 @@ def _of_ranks(outcome: Outcome, names: list[str]) -> Iterator[Cause]:
     if apart and first is not None and first.phase is Phase.BUFFER:
         yield Cause(
             name="a buffer that ranks update apart",
-            evidence=f"ranks hold different values of {_list(apart)}. Each saw its own "
+            evidence=f"ranks hold different values of {listed(apart)}. Each saw its own "
             "batch only: reduce what the update uses (SyncBatchNorm does), or do not update in "
             "training",
-            tested=True,
         )
     elif apart:
         yield Cause(
             name="a parameter outside every group",
-            evidence=f"{_list(apart)} is a plain tensor in the sharded model, whose "
+            evidence=f"{listed(apart)} is a plain tensor in the sharded model, whose "
             "gradient differs between ranks: nothing reduces it. Shard a module that holds it",
-            tested=True,
         )
 
 
@@ -118,9 +113,8 @@ def _of_modules(outcome: Outcome, names: list[str]) -> Iterator[Cause]:
     if concerned:
         yield Cause(
             name="a module that some ranks skip",
-            evidence=f"not all ranks ran {_list(concerned)}; a rank that does not run a "
+            evidence=f"not all ranks ran {listed(concerned)}; a rank that does not run a "
             "module has no gradient for it. Run it on all ranks, times 0 where it is not wanted",
-            tested=True,
         )
     if first.phase is Phase.LOSS and seen.fed:
         yield Cause(
@@ -128,7 +122,6 @@ def _of_modules(outcome: Outcome, names: list[str]) -> Iterator[Cause]:
             evidence="the sharded model is given other inputs than the unsharded one is for the "
             "same batch: look at what loss, or a hook before forward, makes of it, and whether "
             "that depends on the rank",
-            tested=True,
         )
     elif first.phase is Phase.LOSS and seen.traced and not seen.parts:
         yield from _of_loss(outcome)
@@ -148,7 +141,6 @@ def _of_loss(outcome: Outcome) -> Iterator[Cause]:
             evidence="the outputs of all modules agree, and the loss does not: on ranks "
             f"{list(wrong)} it is {', '.join(f'{each:.4g}' for each in factors[:4])} times the "
             "unsharded model's",
-            tested=True,
         )
 
 
@@ -159,17 +151,15 @@ def _missing(outcome: Outcome, found: list[Difference]) -> Iterator[Cause]:
     if otherwise:
         yield Cause(
             name="requires_grad that is not the same in both models",
-            evidence=f"{_list(otherwise)} requires a gradient in one of the models only. Set it in "
-            "build_model, before sharding",
-            tested=True,
+            evidence=f"{listed(otherwise)} requires a gradient in one of the models only. Set it "
+            "in build_model, before sharding",
         )
     elif seen.detached:
         yield Cause(
             name="an output that is detached",
-            evidence=f"the output of {_list([each or 'the model' for each in seen.detached])} "
+            evidence=f"the output of {listed([each or 'the model' for each in seen.detached])} "
             "requires a gradient in the unsharded model only: look for detach(), no_grad() or a "
             "hook that returns another tensor",
-            tested=True,
         )
     else:
         yield Cause(
@@ -199,7 +189,6 @@ def _scaled(found: list[Difference]) -> Iterator[Cause]:
         evidence=f"all that differ are {known[0]:.4g} times the reference's"
         + (f", {near[0]}" if near else "")
         + "; look at the divide factor, and at what the loss is divided by",
-        tested=True,
     )
 
 
@@ -208,16 +197,14 @@ def _of_optimizer(outcome: Outcome) -> Iterator[Cause]:
     if seen.uncovered:
         yield Cause(
             name="parameters that the optimizer does not have",
-            evidence=f"{_list(seen.uncovered)} is not in the sharded model's optimizer, and in the "
-            "unsharded one's it is: make the optimizer after sharding, of the parameters that the "
-            "model has then",
-            tested=True,
+            evidence=f"{listed(seen.uncovered)} is not in the sharded model's optimizer, and in "
+            "the unsharded one's it is: make the optimizer after sharding, of the parameters that "
+            "the model has then",
         )
     if seen.settings:
         yield Cause(
             name="optimizer settings that are not the same",
             evidence="; ".join(seen.settings[:3]),
-            tested=True,
         )
 
 
@@ -227,8 +214,3 @@ def _is_within(name: str, module: str) -> bool:
 
 def _once(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
-
-
-def _list(names: Sequence[str]) -> str:
-    more = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")

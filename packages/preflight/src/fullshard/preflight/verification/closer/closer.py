@@ -155,7 +155,6 @@ def _of_places(name: str, pair: Pair, relative: float) -> Cause | None:
         name="gradients that are in another place",
         evidence=f"the gradient of {name} has the right values, in other places: look at how the "
         "collective that reduces it divides it between ranks",
-        tested=True,
     )
 
 
@@ -175,7 +174,6 @@ def _of_bits(name: str, pair: Pair, kept: Sequence[Contribution], relative: floa
                 name="a policy's dtype",
                 evidence=f"each element of the gradient of {name} is a {dtype}, and near the "
                 "reference's, which has more bits: it is reduced so. Pass stretch= to allow it",
-                tested=True,
             )
         is_everywhere = float(error.sum()) * len(kept) ** 0.5 > _SPREAD * float(bound.sum())
         if is_everywhere and scale_of(pair.ours, pair.theirs, relative) is None:

@@ -145,7 +145,8 @@ class GatherWatch:
         # Ranks of a host may share the memory: what one changes in forward, another sees before it.
         first = next((each for each in faults if each.when.startswith(_AFTER)), faults[0])
         ranks = sorted({each.rank for each in faults if each.name == first.name})
-        seen = f"{first.name}, as rank{'s' * (len(ranks) > 1)} {_list(ranks)} saw it {first.when}"
+        who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        seen = f"{first.name}, as {who} saw it {first.when}"
         if first.when.startswith(_AFTER):
             return [
                 Cause(
@@ -153,7 +154,6 @@ class GatherWatch:
                     evidence=f"{seen}, is not what the shards hold, and was when that began "
                     f"({first.looks}): what forward writes is lost. Change parameters outside of "
                     "forward, inside unsharded(..., writeback=True) or through the optimizer",
-                    tested=True,
                 )
             ]
         if first.cast is not None:
@@ -162,7 +162,6 @@ class GatherWatch:
                     name="a policy's dtype",
                     evidence=f"{seen}, is rounded to {first.cast}: it is gathered in fewer bits "
                     "than it is computed with. Pass stretch= to allow it",
-                    tested=True,
                 )
             ]
         return [
@@ -171,7 +170,6 @@ class GatherWatch:
                 evidence=f"{seen}: {first.looks}. Look at the collective that gathers it, and at "
                 "what keeps a gathered copy; who changes shards otherwise than by an optimizer "
                 "calls parameters_changed()",
-                tested=True,
             )
         ]
 
@@ -196,7 +194,3 @@ def _difference(seen: torch.Tensor, value: torch.Tensor) -> tuple[str, torch.dty
         return f"{count} of {held.numel()} elements are 0 in it", None
     part = float((came - held)[apart].norm() / held[apart].norm().clamp(min=1e-30))
     return f"{count} of {held.numel()} elements differ, by {part:.2g} of their size", None
-
-
-def _list(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))

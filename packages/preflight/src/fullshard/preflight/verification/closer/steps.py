@@ -132,7 +132,6 @@ class StepLook:
             name="optimizer settings that are not the same",
             evidence="a step with each rank's settings makes of the unsharded parameters what the "
             "rank's shards are",
-            tested=True,
         )
 
     def _twice(self) -> Cause | None:
@@ -145,7 +144,6 @@ class StepLook:
             evidence="two steps with the same gradients make of the unsharded parameters what "
             f"ranks {ranks} have: look for a second call of step(), or for two optimizers that "
             "have the same parameters",
-            tested=True,
         )
 
     def _by_rank(self) -> Cause | None:
@@ -160,7 +158,6 @@ class StepLook:
             evidence=f"given the same parameters, gradients and state, its step on ranks {wrong} "
             "is not that on rank 0: something in it depends on the rank, or on what the rank has "
             "seen",
-            tested=True,
         )
 
     def _by_shard(self) -> Cause | None:
@@ -192,7 +189,6 @@ class StepLook:
             evidence="a step on each rank's shards alone, as if they were whole, makes what the "
             "sharded run has: the optimizer uses norms, shapes or numbers of elements, and sees "
             "those of this rank's shard",
-            tested=True,
         )
 
     def _forgotten(self) -> Cause | None:
@@ -207,7 +203,6 @@ class StepLook:
             evidence=f"a step without any state makes what ranks {ranks} have: the state of the "
             "steps before is gone, as when the optimizer is made again or its parameters are "
             "replaced",
-            tested=True,
         )
 
     def _by_factor(self) -> Cause | None:
@@ -233,7 +228,6 @@ class StepLook:
             name="weight decay that is not the same",
             evidence=f"parameters differ by {decay:.2g} times themselves from what the same "
             "gradients make of the unsharded ones, as another weight decay does",
-            tested=True,
         )
 
 
@@ -267,7 +261,6 @@ def _scaled(by_rank: dict[int, float]) -> Cause | None:
             evidence=f"parameters move {factor:.3g} times as far as the same gradients move the "
             "unsharded ones: look at the rate, at what clips or scales gradients before a step, "
             "and at how often it is made",
-            tested=True,
         )
     told = ", ".join(f"rank {rank}'s move {each:.3g} times" for rank, each in wrong.items())
     return Cause(
@@ -275,7 +268,6 @@ def _scaled(by_rank: dict[int, float]) -> Cause | None:
         evidence=f"of the shards, {told} as far as the same gradients move the unsharded "
         "parameters: look at the rate on these ranks, at what clips or scales, and whether they "
         "make the step",
-        tested=True,
     )
 
 

@@ -119,7 +119,6 @@ def _cause(found: Weights) -> Cause | None:
             name="gradients of the step before",
             evidence=f"the gradient of {found.name} is that of this step, and {before:.3g} times "
             "that of the step before: gradients were not set to zero in between",
-            tested=True,
         )
     return None
 
@@ -134,7 +133,6 @@ def _of_whole(name: str, of: dict[tuple[int, int], float]) -> Cause | None:
             name="gradients that are left out",
             evidence=f"{told}: {_places(missing, of)} is not in it. Look at the collective that "
             "reduces it, and at what drops or overwrites gradients between backwards",
-            tested=True,
         )
     if len(set(by_weight.values())) > 1:
         return Cause(
@@ -142,7 +140,6 @@ def _of_whole(name: str, of: dict[tuple[int, int], float]) -> Cause | None:
             evidence=f"{told}, where each should be in it once: look at what scales the loss or "
             "the gradients on single ranks or micro-batches, and for a backward or a reduction "
             "that runs again",
-            tested=True,
         )
     return None  # one factor for all, which another cause names
 
@@ -159,7 +156,6 @@ def _by_shard(found: Weights) -> Cause | None:
             name="gradients that do not count alike",
             evidence=f"the shards of {found.name} are made of the ranks' gradients with weights "
             f"that differ from shard to shard: look at what scales single shards",
-            tested=True,
         )
     told = "; ".join(
         f"rank {rank}'s shard " + (f"of ranks {each}" if each else "is 0")
@@ -169,7 +165,6 @@ def _by_shard(found: Weights) -> Cause | None:
         name="gradients that are left out",
         evidence=f"the gradient of {found.name} is not made of all ranks' gradients: {told}. "
         "Look at the collective that reduces it, and between which ranks",
-        tested=True,
     )
 
 

@@ -15,6 +15,7 @@ from fullshard.preflight.verification.comparing.compare import Comparison, rms
 from fullshard.preflight.verification.comparing.replicas import compare_replicas
 from fullshard.preflight.verification.comparing.tensors import full
 from fullshard.preflight.verification.verdict import Phase, Seen
+from fullshard.preflight.wording import listed
 
 __all__ = [
     "Settings",
@@ -65,7 +66,7 @@ def note_settings(seen: Seen, ours: Settings, theirs: Settings) -> None:
                     text = f"{key} is {value} on rank {rank} and {settings[key]}"
                     text += " in the unsharded run" if theirs else " on rank 0"
                     apart.setdefault(text, []).append(name)
-    seen.settings = tuple(f"{text} ({_few(names)})" for text, names in apart.items())
+    seen.settings = tuple(f"{text} ({listed(names)})" for text, names in apart.items())
     seen.uncovered = tuple(
         name for name in wanted if any(name not in each for each in ranks) and theirs
     )
@@ -124,7 +125,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     return value if isinstance(value, bool | int | float | str | tuple | None) else repr(value)
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

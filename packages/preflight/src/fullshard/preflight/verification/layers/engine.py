@@ -47,6 +47,7 @@ from fullshard.preflight.verification.sharded import apart, look_at
 from fullshard.preflight.verification.tolerance import Tolerance
 from fullshard.preflight.verification.trace import Trace, fingerprint, first_place, traced
 from fullshard.preflight.verification.verdict import Outcome, Phase
+from fullshard.preflight.wording import listed
 
 __all__ = ["run_by_layer"]
 
@@ -135,20 +136,19 @@ class _ByLayer:
         found = self._found
         if self._unknown:
             found.notes += (
-                f"not compared after step 0: updates of {', '.join(sorted(self._unknown)[:3])}, "
+                f"not compared after step 0: updates of {listed(sorted(self._unknown))}, "
                 "whose optimizer keeps a state of the shard's shape",
             )
         if self._coupled:
             found.notes += (
-                f"not compared: updates of {', '.join(sorted(self._coupled)[:3])}: on one layer's "
+                f"not compared: updates of {listed(sorted(self._coupled))}: on one layer's "
                 "parameters the optimizer does not do what it does on all, as one that clips by "
                 "the norm of all gradients; compare a smaller model as a whole",
             )
         if found.seen.modes:
-            modes = [each or "the model" for each in found.seen.modes]
+            modes = listed(each or "the model" for each in found.seen.modes)
             found.notes += (
-                f"{', '.join(modes[:3])} is in another mode, train or eval, than build_model makes "
-                "it",
+                f"{modes} is in another mode, train or eval, than build_model makes it",
             )
 
     def _stops(self, comparison: Comparison) -> bool:
@@ -203,8 +203,7 @@ class _ByLayer:
             f"compared layer by layer on rank 0 ({self._device}): {len(ran)} layers, each given "
             "the inputs, random numbers and gradients that it saw",
             "not compared so: the loss, and what happens between layers"
-            + (f"; gradients of {', '.join(loose[:5])}" if loose else "")
-            + (f" and {len(loose) - 5} more" if len(loose) > 5 else ""),
+            + (f"; gradients of {listed(loose, 5)}" if loose else ""),
             *self._remarks,
         )
 
