@@ -6,7 +6,7 @@ agree for longer, that was a cause.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from fullshard.preflight.compat import hooks_of
 from fullshard.preflight.verification.agree import raise_together
@@ -45,8 +45,7 @@ def find_causes(program: Program, outcome: Outcome, run: Run) -> tuple[list[Caus
         others = [] if closer.decisive else shown
         found += closer.causes
         shown = [*experiments.of_program(), *others, *(c for c in closer.causes if c.tested)]
-        if not shown:
-            shown = experiments.of_last_resort()
+        shown = shown or list(experiments.of_last_resort())
     causes = shown or [cause for cause in found if not cause.tested]
     named: dict[str, Cause] = {}
     for cause in causes:
@@ -69,87 +68,73 @@ class _Experiments:
         except Exception:  # it shows nothing, as where ranks that draw apart skip other modules
             return False
 
-    def of_program(self) -> list[Cause]:
-        """Return what the program does that both runs do not do alike."""
-        found = self._of_draws()
+    def of_program(self) -> Iterator[Cause]:
+        """Yield what the program does that both runs do not do alike."""
         program = self._program
+        yield from self._of_draws()
         if program.tokens is not None and self._helps(program.but(weighted=True)):
-            found.append(
-                Cause(
-                    name="a mean over each rank's own tokens",
-                    evidence="ranks have unequal numbers of tokens; with each loss times its "
-                    "rank's share of all tokens, times the world size, both agree. Divide the sum "
-                    "by the tokens of all ranks, and multiply by the world size",
-                )
+            yield Cause(
+                name="a mean over each rank's own tokens",
+                evidence="ranks have unequal numbers of tokens; with each loss times its rank's "
+                "share of all tokens, times the world size, both agree. Divide the sum by the "
+                "tokens of all ranks, and multiply by the world size",
             )
-        return found + self._of_hooks() + self._of_modes()
+        yield from self._of_hooks()
+        yield from self._of_modes()
 
-    def _of_draws(self) -> list[Cause]:
-        program = self._program
+    def _of_draws(self) -> Iterator[Cause]:
+        name, program = "random numbers drawn per rank", self._program
         if program.seeds is not Seeds.BY_RANK and self._helps(program.but(seeds=Seeds.BY_RANK)):
-            evidence = (
-                "with the random numbers of each rank's batch seeded alike in both runs they "
-                "agree, or agree for longer. If they are meant (dropout), pass aligned_seeds=True "
-                "(--aligned-seeds on the command line); ranks that should draw apart need seeds of "
-                "their own"
+            yield Cause(
+                name=name,
+                evidence="with the random numbers of each rank's batch seeded alike in both runs "
+                "they agree, or agree for longer. If they are meant (dropout), pass "
+                "aligned_seeds=True (--aligned-seeds on the command line); ranks that should draw "
+                "apart need seeds of their own",
             )
         elif program.seeds is not Seeds.ALIKE and self._helps(program.but(seeds=Seeds.ALIKE)):
-            evidence = (
-                "with the same random numbers for all ranks' batches both runs agree, or agree for "
-                "longer, and with others on each rank they do not, as where random numbers decide "
-                "which modules run: draw these alike on all ranks"
+            yield Cause(
+                name=name,
+                evidence="with the same random numbers for all ranks' batches both runs agree, or "
+                "agree for longer, and with others on each rank they do not, as where random "
+                "numbers decide which modules run: draw these alike on all ranks",
             )
-        else:
-            return []
-        return [Cause(name="random numbers drawn per rank", evidence=evidence)]
 
-    def _of_hooks(self) -> list[Cause]:
+    def _of_hooks(self) -> Iterator[Cause]:
         params = raise_together(lambda: dict(self._program.built().named_parameters()))
         hooked = {name: hooks_of(param) for name, param in params.items() if hooks_of(param)}
-        if not hooked or not self._helps(self._program.but(unhooked=True)):
-            return []
-        name, kinds = next(iter(hooked.items()))
-        return [
-            Cause(
+        if hooked and self._helps(self._program.but(unhooked=True)):
+            name, kinds = next(iter(hooked.items()))
+            yield Cause(
                 name="a hook on a parameter",
                 evidence=f"{name} has a hook by {kinds[0]} from before it was sharded; the sharded "
                 "parameter is another tensor, and does not call it, and without it both agree. "
                 "Register it after sharding",
             )
-        ]
 
-    def _of_modes(self) -> list[Cause]:
+    def _of_modes(self) -> Iterator[Cause]:
         modes = self._outcome.seen.modes
-        if not modes or not self._helps(self._program.but(modes=modes)):
-            return []
-        names = listed(name or "the model" for name in modes)
-        return [
-            Cause(
+        if modes and self._helps(self._program.but(modes=modes)):
+            names = listed(name or "the model" for name in modes)
+            yield Cause(
                 name="train and eval mode mixed up",
-                evidence=f"{names} is in train mode in one of the models, in eval "
-                "mode in the other, and in one mode both agree. Set it in build_model or loss",
+                evidence=f"{names} is in train mode in one of the models, in eval mode in the "
+                "other, and in one mode both agree. Set it in build_model or loss",
             )
-        ]
 
-    def of_last_resort(self) -> list[Cause]:
-        """Return causes to try if no other cause was shown."""
+    def of_last_resort(self) -> Iterator[Cause]:
+        """Yield causes to try if no other cause was shown."""
         first, program = self._outcome.first, self._program
         assert first is not None, "there is a difference"
         if first.phase not in _OPTIMIZERS and self._helps(program.but(by_rank=True)):
-            return [
-                Cause(
-                    name="code that asks for its rank",
-                    evidence="the unsharded model agrees if dist.get_rank() answers it with the "
-                    "rank whose batch it has: the model, or the loss, does something else on "
-                    "another rank",
-                )
-            ]
-        if first.phase in _OPTIMIZERS and self._helps(program.but(optimizer=sgd)):
-            return [
-                Cause(
-                    name="an optimizer that does not step alike",
-                    evidence="gradients agree, and with SGD in its place so do updates: it does "
-                    "something else with the sharded parameters than with the unsharded ones",
-                )
-            ]
-        return []
+            yield Cause(
+                name="code that asks for its rank",
+                evidence="the unsharded model agrees if dist.get_rank() answers it with the rank "
+                "whose batch it has: the model, or the loss, does something else on another rank",
+            )
+        elif first.phase in _OPTIMIZERS and self._helps(program.but(optimizer=sgd)):
+            yield Cause(
+                name="an optimizer that does not step alike",
+                evidence="gradients agree, and with SGD in its place so do updates: it does "
+                "something else with the sharded parameters than with the unsharded ones",
+            )

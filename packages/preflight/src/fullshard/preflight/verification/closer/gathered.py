@@ -140,38 +140,34 @@ class GatherWatch:
     def causes(self, sharded: Sharded) -> list[Cause]:
         """Return what explains the faults; all ranks call it."""
         faults = self.faults(sharded)
-        if not faults:
-            return []
-        # Ranks of a host may share the memory: what one changes in forward, another sees before it.
-        first = next((each for each in faults if each.when.startswith(_AFTER)), faults[0])
-        ranks = sorted({each.rank for each in faults if each.name == first.name})
-        who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        seen = f"{first.name}, as {who} saw it {first.when}"
-        if first.when.startswith(_AFTER):
-            return [
-                Cause(
-                    name="a full parameter that forward changes",
-                    evidence=f"{seen}, is not what the shards hold, and was when that began "
-                    f"({first.looks}): what forward writes is lost. Change parameters outside of "
-                    "forward, inside unsharded(..., writeback=True) or through the optimizer",
-                )
-            ]
-        if first.cast is not None:
-            return [
-                Cause(
-                    name="a policy's dtype",
-                    evidence=f"{seen}, is rounded to {first.cast}: it is gathered in fewer bits "
-                    "than it is computed with. Pass stretch= to allow it",
-                )
-            ]
-        return [
-            Cause(
-                name="a gathered parameter that is not what the shards hold",
-                evidence=f"{seen}: {first.looks}. Look at the collective that gathers it, and at "
-                "what keeps a gathered copy; who changes shards otherwise than by an optimizer "
-                "calls parameters_changed()",
-            )
-        ]
+        return [_cause(faults)] if faults else []
+
+
+def _cause(faults: list[_Fault]) -> Cause:
+    # Ranks of a host may share the memory: what one changes in forward, another sees before it.
+    first = next((each for each in faults if each.when.startswith(_AFTER)), faults[0])
+    ranks = sorted({each.rank for each in faults if each.name == first.name})
+    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    seen = f"{first.name}, as {who} saw it {first.when}"
+    if first.when.startswith(_AFTER):
+        return Cause(
+            name="a full parameter that forward changes",
+            evidence=f"{seen}, is not what the shards hold, and was when that began "
+            f"({first.looks}): what forward writes is lost. Change parameters outside of forward, "
+            "inside unsharded(..., writeback=True) or through the optimizer",
+        )
+    if first.cast is not None:
+        return Cause(
+            name="a policy's dtype",
+            evidence=f"{seen}, is rounded to {first.cast}: it is gathered in fewer bits than it is "
+            "computed with. Pass stretch= to allow it",
+        )
+    return Cause(
+        name="a gathered parameter that is not what the shards hold",
+        evidence=f"{seen}: {first.looks}. Look at the collective that gathers it, and at what "
+        "keeps a gathered copy; who changes shards otherwise than by an optimizer calls "
+        "parameters_changed()",
+    )
 
 
 def _difference(seen: torch.Tensor, value: torch.Tensor) -> tuple[str, torch.dtype | None]:
