@@ -174,9 +174,9 @@ class StepLook:
             return None
         comparison = Comparison(self._tolerance, step=0)
         for rank, start in enumerate(starts):
-            held = [name for name in self._names if start.values[name].numel()]
-            some = Start({name: start.values[name] for name in held}, start.gradients, start.states)
-            made = self._stepped(some)
+            made = self._stepped(
+                start.of(name for name in self._names if start.values[name].numel())
+            )
             if made is None:
                 return None
             for name, param in made.params.items():

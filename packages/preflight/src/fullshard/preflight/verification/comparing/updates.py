@@ -7,7 +7,8 @@ rank keeps its shards of these.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,19 +31,28 @@ from fullshard.preflight.verification.verdict import Phase
 __all__ = ["Start", "Stepped", "Updates"]
 
 
+@dataclass(frozen=True)
 class Start:
-    """The start of an optimizer's step: values, gradients and state by parameter."""
+    """The start of an optimizer's step, by parameter; a step changes copies.
 
-    def __init__(
-        self,
-        values: Mapping[str, torch.Tensor],
-        gradients: Mapping[str, torch.Tensor | None],
-        states: Mapping[str, Mapping[str, Any]],
-    ) -> None:
-        """Take what belongs to the caller; a step changes copies."""
-        self.values = values
-        self.gradients = gradients
-        self.states = states
+    Attributes:
+        values: of the parameters.
+        gradients: None for a parameter without one.
+        states: by key what the optimizer keeps.
+    """
+
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def of(self, names: Iterable[str]) -> Start:
+        """Return the start of some parameters."""
+        names = list(names)
+        return Start(
+            {name: self.values[name] for name in names},
+            {name: self.gradients[name] for name in names},
+            {name: self.states[name] for name in names},
+        )
 
 
 class Stepped:
@@ -143,8 +153,7 @@ class Updates:
             names: of parameters.
             everywhere: on each rank; else on rank 0, and nothing on the others.
         """
-        start = Start({}, {}, {})
-        values, gradients, states = dict(start.values), dict(start.gradients), dict(start.states)
+        start = Start()
         for name in names:
             value, grad = full(self.shards.values[name]), self.shards.gradients[name]
             whole = None if grad is None else full(grad)
@@ -152,10 +161,10 @@ class Updates:
             if any(not _fits(each, value) for each in state.values()):
                 self.unknown.add(name)
             elif everywhere or dist.get_rank() == 0:
-                values[name] = value.to(self._device, copy=True)
-                gradients[name] = None if whole is None else whole.to(self._device, copy=True)
-                states[name] = state
-        return Start(values, gradients, states)
+                start.values[name] = value.to(self._device, copy=True)
+                start.gradients[name] = None if whole is None else whole.to(self._device, copy=True)
+                start.states[name] = state
+        return start
 
     def compare(self, comparison: Comparison, names: list[str]) -> Settings:
         """Compare some parameters and their state after the step; all ranks call it.
@@ -182,13 +191,7 @@ class Updates:
 
         A step that clips by the norm of all gradients is not separable. All ranks call it.
         """
-        shards = self.shards
-        some = Start(
-            {name: shards.values[name] for name in names},
-            {name: shards.gradients[name] for name in names},
-            {name: shards.states[name] for name in names},
-        )
-        again = jointly(lambda: Stepped(self._program, some, self.trained))
+        again = jointly(lambda: Stepped(self._program, self.shards.of(names), self.trained))
         pairs = [(self.sharded.params[name], again.params[name]) for name in names]
         return all(everyones(all(_near(local(one), local(other)) for one, other in pairs)))
 
