@@ -173,6 +173,7 @@ def look_at(found: Outcome, theirs: list[Trace], ours: list[Trace]) -> None:
         )
     dtypes = [set().union(*(each.dtypes for each in side)) for side in (theirs, ours)]
     found.dtypes = (coarsest(dtypes[0]), coarsest(dtypes[1]))
+    found.tolerance = found.tolerance.of(coarsest({*found.dtypes}))
 
 
 def coarsest(dtypes: set[torch.dtype]) -> torch.dtype:

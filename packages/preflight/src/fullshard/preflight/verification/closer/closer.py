@@ -6,7 +6,7 @@ backwards a gradient is made, how an optimizer's step comes about, and where a t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -63,11 +63,6 @@ class Closer(Look):
         self._updates: Updates | None = None
         self._seen: list[Cause] = []
 
-    @property
-    def wants_updates(self) -> bool:
-        """Whether the optimizer's step is looked at."""
-        return self._first.phase in _OF_OPTIMIZER
-
     def begin_step(self, sharded: Sharded) -> None:
         """Note what the shards hold, and the gradients of the step before."""
         self._gathered.begin_step(sharded)
@@ -83,10 +78,11 @@ class Closer(Look):
         if name in self.keeps and ours is not None and dist.get_rank() == 0:
             self._gradients[name] = ours.to("cpu", torch.float64, copy=True)
 
-    def before_update(self, updates: Updates) -> None:
+    def before_update(self, updates: Callable[[], Updates]) -> None:
         """Keep what the step begins from, and what full parameters were seen; all ranks call it."""
-        self._updates = updates
-        self._seen = self._gathered.causes(updates.sharded)
+        if self._first.phase in _OF_OPTIMIZER:
+            self._updates = updates()
+            self._seen = self._gathered.causes(self._updates.sharded)
 
     def conclude(
         self,

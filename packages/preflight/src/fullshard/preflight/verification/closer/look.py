@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -37,13 +37,8 @@ class Look:
     def gradient(self, name: str, ours: torch.Tensor | None) -> None:
         """Take notice of a full gradient of the sharded model; all ranks call it."""
 
-    def before_update(self, updates: Updates) -> None:
-        """Take notice of what the optimizer's step begins from."""
-
-    @property
-    def wants_updates(self) -> bool:
-        """Whether ``before_update`` is to be called."""
-        return False
+    def before_update(self, updates: Callable[[], Updates]) -> None:
+        """Take notice of what the optimizer's step begins from; all ranks call it."""
 
     def conclude(
         self,

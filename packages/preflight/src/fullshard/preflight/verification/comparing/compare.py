@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -74,7 +75,7 @@ class Comparison:
         came: float,
         wanted: float,
         size: float,
-        traces: tuple[list[Trace], list[Trace]] | None,
+        traces: tuple[list[Trace], list[Trace]],
     ) -> Place:
         """Compare the losses of a step; return where the runs part, if they do.
 
@@ -88,7 +89,7 @@ class Comparison:
         error = abs(came - wanted) if math.isfinite(came) or math.isfinite(wanted) else 0.0
         error = math.inf if math.isnan(error) else error
         place = Place()
-        if error > allowed and traces is not None:
+        if error > allowed:
             place = first_place(*traces, self._tolerance.relative)
         self._note(Phase.LOSS, "loss", error, allowed, module=place.module)
         return place
@@ -112,7 +113,7 @@ class Comparison:
     def untied(self, names: Iterable[str]) -> None:
         """Note parameters that are tied in one model only."""
         for name in names:
-            self._note(Phase.BUILD, name, math.inf, 0.0, module=module_of(name))
+            self._note(Phase.BUILD, name, math.inf, 0.0)
 
     def prints(self, phase: Phase, name: str, came: torch.Tensor, wanted: torch.Tensor) -> None:
         """Compare a parameter with a fingerprint of what it was."""
@@ -120,7 +121,7 @@ class Comparison:
         allowed = self._tolerance.relative
         if phase is Phase.BUILD:
             allowed = torch.finfo(came.dtype).eps if came.is_floating_point() else 0.0
-        self._note(phase, name, parts(print_, wanted), allowed, module_of(name))
+        self._note(phase, name, parts(print_, wanted), allowed)
 
     def missing(self, why: str, module: str) -> None:
         """Note a gradient that only one run, or only some ranks, have; ``why`` says which."""
@@ -141,10 +142,10 @@ class Comparison:
             one = wanted if came is None else came
             assert one is not None, "one of them is there"
             if float(one.double().norm()) > 0:
-                self._note(Phase.MISSING, name, float(one.double().norm()), 0.0, module_of(name))
+                self._note(Phase.MISSING, name, float(one.double().norm()), 0.0)
             return
-        if came.shape != wanted.shape or not came.is_floating_point():
-            self._note(phase, name, _unlike(came, wanted), 0.0, module_of(name))
+        if not _has_size(came, wanted):
+            self._note(phase, name, _unlike(came, wanted), 0.0)
             return
         ours, theirs, error = _apart(came, wanted)
         before = None if start is None else start.to("cpu", torch.float64)
@@ -154,7 +155,7 @@ class Comparison:
             scale = scale_of(ours, theirs, self._tolerance.relative)
             if self._keeps and len(self.pairs) < _MOST_PAIRS:
                 self.pairs[name] = Pair(ours=ours, theirs=theirs, start=before)
-        self._note(phase, name, error, allowed, module_of(name), scale)
+        self._note(phase, name, error, allowed, scale=scale)
 
     def states(
         self, name: str, key: str, pair: tuple[torch.Tensor, torch.Tensor], size: float
@@ -167,14 +168,8 @@ class Comparison:
             pair: the sharded run's, and the reference's.
             size: the mean size of an element of all that is kept under that key.
         """
-        came, wanted = pair
-        if came.shape != wanted.shape or not came.is_floating_point():
-            error, allowed = _unlike(came, wanted), 0.0
-        else:
-            _, theirs, error = _apart(came, wanted)
-            relative = self._tolerance.of(came.dtype).relative
-            allowed = relative * (float(theirs.norm()) + size * math.sqrt(theirs.numel()))
-        self._note(Phase.STATE, f"{key} of {name}", error, allowed, module_of(name))
+        error, allowed = _measured(*pair, self._tolerance.of(pair[0].dtype), size)
+        self._note(Phase.STATE, f"{key} of {name}", error, allowed)
 
     def replicas(
         self, phase: Phase, name: str, shards: Iterable[Mapping[int, torch.Tensor]]
@@ -187,19 +182,16 @@ class Comparison:
         ]
         error, allowed, _ = max(found, key=lambda each: each[0] - each[1])
         wrong = tuple(sorted(rank for error, allowed, rank in found if error > allowed))
-        module = module_of(name.rpartition(" of ")[2])
-        self._note(phase, name, error, allowed, module, ranks=wrong)
+        self._note(phase, name, error, allowed, ranks=wrong)
 
     def _copies(
         self, phase: Phase, name: str, wanted: torch.Tensor, came: torch.Tensor
     ) -> tuple[float, float]:
         """By how much two copies of a shard differ, and what rounding allows."""
-        if came.shape != wanted.shape or not came.is_floating_point():
-            return _unlike(came, wanted), 0.0
-        _, theirs, error = _apart(came, wanted)
-        if phase is Phase.GRADIENT:
+        if phase is Phase.GRADIENT and _has_size(came, wanted):
+            _, theirs, error = _apart(came, wanted)
             return error, self._allowed(phase, name, theirs, came.dtype, None)
-        return error, self._tolerance.of(came.dtype).relative * float(theirs.norm())
+        return _measured(came, wanted, self._tolerance.of(came.dtype))
 
     def activations(
         self,
@@ -218,13 +210,8 @@ class Comparison:
             beside: the mean size of an element of what it was made from; rounding is of that size.
             locate: returns which module in it differs first.
         """
-        relative = self._tolerance.relative
         for came, wanted in pairs:
-            if came.shape != wanted.shape or not came.is_floating_point():
-                error, allowed = _unlike(came, wanted), 0.0
-            else:
-                _, theirs, error = _apart(came, wanted)
-                allowed = relative * (float(theirs.norm()) + beside * math.sqrt(theirs.numel()))
+            error, allowed = _measured(came, wanted, self._tolerance, beside)
             module = locate() if error > allowed else layer
             self._note(phase, layer, error, allowed, module=module)
 
@@ -254,27 +241,16 @@ class Comparison:
         name: str,
         error: float,
         allowed: float,
-        module: str = "",
-        scale: float | None = None,
-        ranks: tuple[int, ...] = (),
+        **more: Any,
     ) -> None:
+        """Note what was compared: by default, a parameter, or something of one."""
+        more.setdefault("module", module_of(name.rpartition(" of ")[2]))
         found = Difference(
-            phase=phase,
-            step=self._step,
-            name=name,
-            module=module,
-            error=error,
-            allowed=allowed,
-            scale=scale,
-            ranks=ranks,
+            phase=phase, step=self._step, name=name, error=error, allowed=allowed, **more
         )
         if error > allowed:
             self.differences.append(found)
-        self._largest = (
-            found
-            if self._largest is None
-            else max(found, self._largest, key=lambda each: each.excess)
-        )
+        self._largest = self.larger(found)
 
 
 def rms(tensors: Iterable[torch.Tensor | None]) -> float:
@@ -283,6 +259,29 @@ def rms(tensors: Iterable[torch.Tensor | None]) -> float:
     numel = sum(each.numel() for each in found)
     total = sum(float(each.double().square().sum()) for each in found)
     return math.sqrt(total / numel) if numel else 0.0
+
+
+def _has_size(came: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether two tensors differ by a size; else by a number of elements."""
+    return came.shape == wanted.shape and came.is_floating_point()
+
+
+def _measured(
+    came: torch.Tensor, wanted: torch.Tensor, tolerance: Tolerance, beside: float = 0.0
+) -> tuple[float, float]:
+    """Return by how much two tensors differ, and what rounding allows.
+
+    Args:
+        came: the sharded run's.
+        wanted: the reference's.
+        tolerance: the allowed part.
+        beside: the mean size of an element that counts in addition to the reference's own.
+    """
+    if not _has_size(came, wanted):
+        return _unlike(came, wanted), 0.0
+    _, theirs, error = _apart(came, wanted)
+    size = float(theirs.norm()) + beside * math.sqrt(theirs.numel())
+    return error, tolerance.relative * size
 
 
 def _unlike(came: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -122,8 +121,7 @@ class _ByLayer:
     def _step(self, comparison: Comparison) -> None:
         """The optimizer's step, and what it makes of each layer's full parameters."""
         updates = Updates(self._sharded, self._program, self._device)
-        if self._look.wants_updates:
-            self._look.before_update(updates)
+        self._look.before_update(lambda: updates)
         jointly(self._sharded.optimizer.step)
         for names in self._layers.groups():
             self._settings |= updates.compare(comparison, names)
@@ -187,8 +185,6 @@ class _ByLayer:
         found, skeleton = self._found, self._layers.skeleton
         dtypes = {each.dtype for each in skeleton.parameters() if each.is_floating_point()}
         look_at(found, [Trace(dtypes=dtypes)], traces)
-        dtype = max(found.dtypes, key=lambda each: torch.finfo(each).eps)
-        found.tolerance = replace(found.tolerance, dtype=dtype)
         ran = set().union(*everyones({name for name, calls in recorder.calls.items() if calls}))
         loose = [name for name in self._sharded.params if name not in self._layers.owners]
         loose += sorted(
