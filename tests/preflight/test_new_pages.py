@@ -112,7 +112,7 @@ def test_a_plan_follows_what_its_step_allocates(
 
 
 def test_a_step_too_large_to_try_is_planned_without_new_pages() -> None:
-    costs = measuring.measured_costs(Here(threads=1), (1,))
+    costs = measuring.MeasuredCosts(Here(threads=1), (1,))
     kernel = Kernel("aten::view", 0, 0, torch.float32)
     huge = _allocations([(1, 2**60)], [])
     asked: list[Job] = []

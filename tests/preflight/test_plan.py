@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.comm import set_shared_memory
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.preflight import Category, Plan, PlanError, plan, shard_blocks
-from fullshard.preflight.compat import lonely_store
+from fullshard.preflight.compat import lonely_group
 from fullshard.preflight.planning.memory.ledger import Ledger
 from fullshard.preflight.planning.memory.places import Places
-from fullshard.preflight.planning.world import check_mesh
+from fullshard.preflight.planning.world import axes_of
 from fullshard.sharding import ShardingPlacements, fully_shard
 from fullshard.wire import Quantised, WirePolicy
 from support.modules import Assembled
@@ -96,12 +96,9 @@ def _measured(name: str, options: str, sizes: tuple[int, ...]) -> tuple[int, int
 
 def _alone(name: str, options: str, sizes: tuple[int, ...]) -> tuple[int, int]:
     """The same with values on a rank whose others are not there."""
-    dist.init_process_group("fake", store=lonely_store(), rank=0, world_size=math.prod(sizes))
-    try:
+    with lonely_group(math.prod(sizes)):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=NAMES[len(sizes)])
         return _trained(name, options, mesh)
-    finally:
-        dist.destroy_process_group()
 
 
 def _planned(name: str, options: str, mesh: Any) -> Plan:
@@ -128,7 +125,8 @@ def test_peak_and_held_are_what_training_with_values_has(name: str) -> None:
 @pytest.mark.parametrize("mesh", few([2, 1, (2, 2), 64], (2, 2)), ids=str)
 def test_so_they_are_on_any_mesh(mesh: Any) -> None:
     planned = _planned("transformer", "plain", mesh)
-    assert (planned.tensors, planned.held) == SAME(_alone("transformer", "plain", check_mesh(mesh)))
+    sizes = tuple(axes_of(mesh).values())
+    assert (planned.tensors, planned.held) == SAME(_alone("transformer", "plain", sizes))
 
 
 @pytest.mark.parametrize("options", few(OPTIONS, "mixed"))

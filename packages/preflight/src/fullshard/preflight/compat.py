@@ -62,7 +62,7 @@ __all__ = [
     "in_mesh",
     "is_compiled",
     "is_fake",
-    "lonely_store",
+    "lonely_group",
     "map_leaves",
     "memory_changes",
     "on_values",
@@ -146,9 +146,14 @@ def map_leaves(change: Callable[[Any], Any], nest: Any) -> Any:
     return tree_map(change, nest)
 
 
-def lonely_store() -> dist.Store:
-    """A store for a world in which only this rank is there."""
-    return FakeStore()
+@contextmanager
+def lonely_group(ranks: int) -> Iterator[None]:
+    """Provide a process group that moves nothing, in which this process is the only rank there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def process_group_of(named: Any) -> dist.ProcessGroup:

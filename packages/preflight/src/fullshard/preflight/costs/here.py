@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -21,12 +21,13 @@ from fullshard.preflight.costs.devices import Device, Efficiency, Link
 from fullshard.preflight.costs.host import HostTime
 from fullshard.preflight.costs.kernels import Kernel, kernel_seconds
 from fullshard.preflight.costs.links import Links
-from fullshard.preflight.costs.memo import Memo, memo_of
+from fullshard.preflight.costs.memo import memo_of
 from fullshard.preflight.costs.pages import Allocations, fits_here
 from fullshard.preflight.costs.ranks import Job, Times, measure_together
 from fullshard.preflight.costs.timing import COLLECTIVES, Moved
+from fullshard.preflight.machine import usable_cores
 
-__all__ = ["UNSHARD", "Here", "MeasuredCosts", "measured_costs"]
+__all__ = ["UNSHARD", "Here", "MeasuredCosts"]
 
 UNSHARD = "fullshard::unshard"
 """The name under which the engine's own host time is recorded, each time a group is gathered."""
@@ -78,11 +79,6 @@ class Here:
                 raise ValueError(f"{name} is {value}; pass 1 or more, or leave it out")
 
 
-def _cores() -> int:
-    affinity = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1
-
-
 def _rounded(nbytes: int) -> int:
     """The power of four next above."""
     rounded = 1
@@ -91,53 +87,42 @@ def _rounded(nbytes: int) -> int:
     return rounded
 
 
-def measured_costs(here: Here, sizes: tuple[int, ...]) -> MeasuredCosts:
-    """The costs on this machine for a mesh, of which nothing is measured yet.
+class MeasuredCosts:
+    """Costs on this machine for a mesh, which ``measure`` measures before a plan reads them.
+
+    Args:
+        here: what the user asked for.
+        sizes: of the mesh's axes.
 
     Raises:
         ValueError: if so many ranks cannot measure on this machine, or the links are between
             another number of ranks.
     """
-    ranks, cores = prod(sizes), _cores()
-    if here.links is not None and ranks > 1 and here.links.ranks not in sizes:
-        raise ValueError(
-            f"links were measured among {here.links.ranks} ranks, and the mesh {sizes} has no axis "
-            "of as many; call measure_links() in a process group of the mesh's size"
-        )
-    at_once = here.ranks or ranks
-    if at_once > cores * _RANKS_PER_CORE:
-        raise ValueError(
-            f"a mesh of {ranks} ranks would be measured by {at_once} processes at once, on {cores} "
-            "cores; pass device=Here(ranks=...) with the ranks of one host and links= between "
-            "them, or a described device"
-        )
-    threads = here.threads or max(1, cores // at_once)
-    memo = memo_of(here.cache, f"{at_once} ranks, {threads} threads")
-    return MeasuredCosts(here=here, ranks=ranks, at_once=at_once, threads=threads, memo=memo)
 
-
-@dataclass(kw_only=True)
-class MeasuredCosts:
-    """Costs on this machine, which ``measure`` measures before a plan reads them.
-
-    Attributes:
-        here: what the user asked for.
-        ranks: of the mesh.
-        at_once: how many measure together.
-        threads: of each.
-        memo: what was measured.
-    """
-
-    here: Here
-    ranks: int
-    at_once: int
-    threads: int
-    memo: Memo
-    _device: Device | None = field(default=None, init=False)
-    _by_bytes: set[str] = field(default_factory=set, init=False)
-    _host: HostTime = field(default_factory=lambda: HostTime(0.0, 0.0), init=False)
-    _pages: float = field(default=0.0, init=False)
-    _launch: float = field(default=0.0, init=False)
+    def __init__(self, here: Here, sizes: tuple[int, ...]) -> None:
+        """Measure nothing yet."""
+        ranks, cores = prod(sizes), usable_cores()
+        if here.links is not None and ranks > 1 and here.links.ranks not in sizes:
+            raise ValueError(
+                f"links were measured among {here.links.ranks} ranks, and the mesh {sizes} has no "
+                "axis of as many; call measure_links() in a process group of the mesh's size"
+            )
+        at_once = here.ranks or ranks
+        if at_once > cores * _RANKS_PER_CORE:
+            raise ValueError(
+                f"a mesh of {ranks} ranks would be measured by {at_once} processes at once, on "
+                f"{cores} cores; pass device=Here(ranks=...) with the ranks of one host and links= "
+                "between them, or a described device"
+            )
+        self._links = here.links
+        self._ranks, self._at_once = ranks, at_once
+        self._threads = here.threads or max(1, cores // at_once)
+        self._memo = memo_of(here.cache, f"{at_once} ranks, {self._threads} threads")
+        self._device: Device | None = None
+        self._by_bytes: set[str] = set()
+        self._host = HostTime(0.0, 0.0)
+        self._pages = 0.0
+        self._launch = 0.0
 
     @property
     def device(self) -> Device:
@@ -170,17 +155,15 @@ class MeasuredCosts:
         """
         kernels = list(kernels)
         moves = (
-            []
-            if self.here.links is not None
-            else list({str(each): each for each in moves}.values())
+            [] if self._links is not None else list({str(each): each for each in moves}.values())
         )
         self._check(moves)
         called = dict.fromkeys(each.call for each in kernels if each.call is not None)
-        calls = [each for each in (_PRODUCT, _COPY, *called) if str(each) not in self.memo]
-        moves = [each for each in moves if str(each) not in self.memo]
+        calls = [each for each in (_PRODUCT, _COPY, *called) if str(each) not in self._memo]
+        moves = [each for each in moves if str(each) not in self._memo]
         touched = _rounded(sum(each.nbytes for each in kernels) // len(kernels))
-        host = f"groups of {parameters} parameters among {self.ranks}, {touched} bytes touched"
-        asked = 0 if host in self.memo else parameters
+        host = f"groups of {parameters} parameters among {self._ranks}, {touched} bytes touched"
+        asked = 0 if host in self._memo else parameters
         if calls or moves or asked:
             times = self._times(calls, moves, asked, touched)
             found: dict[str, tuple[float, ...]] = {}
@@ -189,8 +172,8 @@ class MeasuredCosts:
             found |= {str(m): astuple(t) for m, t in zip(moves, times.moves, strict=True)}
             if times.host is not None:
                 found[host] = astuple(times.host)
-            self.memo.add(found)
-        self._host = HostTime(*self.memo[host])
+            self._memo.add(found)
+        self._host = HostTime(*self._memo[host])
         self._by_bytes = {
             each.name for each in kernels if each.nbytes and self._seconds(each) is None
         }
@@ -201,17 +184,17 @@ class MeasuredCosts:
 
     def _new_pages(self, allocations: Allocations) -> float:
         """Seconds of a step for new memory pages; 0 if a step is too large to try that here."""
-        if not fits_here(allocations.most() * self.at_once):
+        if not fits_here(allocations.most() * self._at_once):
             return 0.0
         key = str(allocations)
-        if key not in self.memo:
-            job = Job(ranks=self.at_once, threads=1, world=self.ranks, allocations=allocations)
-            self.memo.add({key: (measure_together(job).pages,)})
-        return self.memo[key][0]
+        if key not in self._memo:
+            job = Job(ranks=self._at_once, threads=1, world=self._ranks, allocations=allocations)
+            self._memo.add({key: (measure_together(job).pages,)})
+        return self._memo[key][0]
 
     def _seconds(self, kernel: Kernel) -> float | None:
         """Return the measured seconds of an operation; None if it could not be called by itself."""
-        found = () if kernel.call is None else self.memo[str(kernel.call)]
+        found = () if kernel.call is None else self._memo[str(kernel.call)]
         return found[0] if found else None
 
     def _check(self, moves: list[Collective]) -> None:
@@ -227,13 +210,13 @@ class MeasuredCosts:
     ) -> Times:
         """What was measured: together, or collectives by ranks of their own if they are more."""
         job = Job(
-            ranks=self.at_once, threads=self.threads, world=self.ranks, calls=calls, moves=moves,
+            ranks=self._at_once, threads=self._threads, world=self._ranks, calls=calls, moves=moves,
             parameters=parameters, touched=touched,
-            share_cores=self.at_once * self.threads > _cores(),
+            share_cores=self._at_once * self._threads > usable_cores(),
         )  # fmt: skip
-        if not moves or self.at_once == self.ranks:
+        if not moves or self._at_once == self._ranks:
             return measure_together(job)
-        apart = measure_together(replace(job, ranks=self.ranks, calls=(), parameters=0))
+        apart = measure_together(replace(job, ranks=self._ranks, calls=(), parameters=0))
         return replace(measure_together(replace(job, moves=())), moves=apart.moves)
 
     def kernel(self, kernel: Kernel) -> float:
@@ -247,17 +230,16 @@ class MeasuredCosts:
 
     def moved(self, move: Collective) -> Moved:
         """Return the cost of a collective."""
-        links = self.here.links
-        return (
-            Moved(*self.memo[str(move)]) if links is None else links.moved(move.name, move.nbytes)
-        )
+        if self._links is not None:
+            return self._links.moved(move.name, move.nbytes)
+        return Moved(*self._memo[str(move)])
 
     def _described(self, operations: int) -> Device:
-        (product,), (copy,) = self.memo[str(_PRODUCT)], self.memo[str(_COPY)]
-        where = "processes of this machine" if self.here.links is None else "a real process group"
+        (product,), (copy,) = self._memo[str(_PRODUCT)], self._memo[str(_COPY)]
+        where = "processes of this machine" if self._links is None else "a real process group"
         told = (
-            f"measured on this machine: {operations} single operations by {self.at_once} ranks at "
-            f"once with {self.threads} threads each, collectives between {where}; "
+            f"measured on this machine: {operations} single operations by {self._at_once} ranks at "
+            f"once with {self._threads} threads each, collectives between {where}; "
             f"{1e6 * self._host.launch:.1f} us of modules and autograd for each operation, "
             f"{1e6 * self._host.unshard:.0f} us of the engine for each gather of a group, "
             f"{1e3 * self._pages:.1f} ms a step for new memory pages"
@@ -271,9 +253,9 @@ class MeasuredCosts:
         return Device(
             name="here",
             flops={torch.float32: 2 * _SIDE**3 / product},
-            memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / self.at_once,
+            memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / self._at_once,
             bandwidth=2 * 4 * _LONG / copy,
-            per_host=self.at_once,
+            per_host=self._at_once,
             inside=link,
             between=link,
             attention="the CPU's",

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, EventLog, observe
-from fullshard.preflight.compat import DispatchMode, lonely_store
+from fullshard.preflight.compat import DispatchMode, lonely_group
 from fullshard.preflight.costs.timing import Caches
 from fullshard.sharding import fully_shard
 
@@ -153,15 +150,6 @@ def _alone(calls: list[tuple[Any, Any, Any]]) -> float:
     return total
 
 
-@contextmanager
-def _silent_world(ranks: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=lonely_store(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def time_host(parameters: int, touched: int, ranks: int) -> HostTime:
     """The host's time in a step whose operations touch so many bytes each.
 
@@ -179,7 +167,7 @@ def time_host(parameters: int, touched: int, ranks: int) -> HostTime:
     idle = _Trained(parameters, touches, computes=False)
     nothing, others = idle.seconds(), idle.operations()
     launch = (whole - nothing - _alone(calls) + _alone(others)) / (len(calls) - len(others))
-    with _silent_world(ranks):
+    with lonely_group(ranks):
         trained = _Trained(parameters, touches, sharded=True)
         seconds, count = trained.seconds(), len(trained.operations())
         log = EventLog()

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from fullshard.comm.spi import can_pin, traits_of
 from fullshard.preflight.doctor.findings import Finding, fail, fine, warn
+from fullshard.preflight.machine import usable_cores, usable_device
 from fullshard.preflight.wording import size_text
 
 __all__ = ["LAYERS", "LEAST_SHARED", "Facts", "check_disk", "check_here", "facts_here"]
@@ -84,9 +85,7 @@ def facts_here() -> Facts:
         host=socket.gethostname(),
         versions=versions,
         device=_device_name(),
-        cores=len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
+        cores=usable_cores(),
         threads=torch.get_num_threads(),
         loopback=_is_loopback(),
     )
@@ -196,14 +195,14 @@ def _check_pinned() -> list[Finding]:
 
 
 def _device_name() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    device = usable_device()
+    if device.type == "cpu":
         return "cpu"
-    module = torch.get_device_module(accelerator)
+    module = torch.get_device_module(device)
     count = torch.accelerator.device_count()
     named = getattr(module, "get_device_name", None)  # some device modules lack the name
     name = named(torch.accelerator.current_device_index()) if callable(named) else ""
-    return f"{count} x {accelerator.type} {name}".rstrip()
+    return f"{count} x {device.type} {name}".rstrip()
 
 
 def _is_loopback() -> bool:

@@ -19,6 +19,7 @@ from fullshard.comm.spi import carrier_of
 from fullshard.preflight.doctor.findings import Diagnosis, Finding, Level, fail, fine, warn
 from fullshard.preflight.doctor.here import Facts, check_disk, check_here, facts_here
 from fullshard.preflight.doctor.pairs import Pair, measure_pairs
+from fullshard.preflight.machine import usable_device
 from fullshard.preflight.verification.agree import everyones
 
 __all__ = ["diagnose"]
@@ -65,10 +66,9 @@ def diagnose(folder: Path | None = None) -> Diagnosis:
 
 def _device() -> torch.device:
     """Return the device on which the ranks' messages are."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
     world = dist.group.WORLD
     assert world is not None, "there is a process group"
-    return carrier_of(world, accelerator or torch.device("cpu"))
+    return carrier_of(world, usable_device())
 
 
 def _said_of(ranks: Sequence[int]) -> str:

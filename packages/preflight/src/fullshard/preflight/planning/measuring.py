@@ -14,7 +14,7 @@ import torch
 from fullshard.comm import Event, EventKind, observe
 from fullshard.preflight.costs.calls import Calls
 from fullshard.preflight.costs.collectives import Collective
-from fullshard.preflight.costs.here import UNSHARD, Here, measured_costs
+from fullshard.preflight.costs.here import UNSHARD, Here, MeasuredCosts
 from fullshard.preflight.costs.kernels import Kernel
 from fullshard.preflight.planning.cpu_timeline import replay_on_cpu
 from fullshard.preflight.planning.memory.places import Places
@@ -43,7 +43,7 @@ class Measuring:
     def __init__(self, here: Here, sizes: tuple[int, ...], places: Places) -> None:
         """Measure nothing yet."""
         self.recorder = Recorder(places, Calls().kernel_of)
-        self._costs = measured_costs(here, sizes)
+        self._costs = MeasuredCosts(here, sizes)
         self._groups: set[str] = set()
 
     @contextmanager

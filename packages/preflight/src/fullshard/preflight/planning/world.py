@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.comm.spi import host_reads_by
-from fullshard.preflight.compat import FakeTensor, FakeTensors, lonely_store
+from fullshard.preflight.compat import FakeTensor, FakeTensors, lonely_group
 from fullshard.sharding.spi import PLAIN
 
-__all__ = ["MeshLike", "axes_of", "check_mesh", "lonely_world"]
+__all__ = ["MeshLike", "axes_of", "lonely_world"]
 
 MeshLike = int | tuple[int, int] | Mapping[str, int]
 """How many ranks shard; (replicas, shards); or the size of each axis by its name."""
@@ -25,13 +25,8 @@ MeshLike = int | tuple[int, int] | Mapping[str, int]
 _NAMES = {1: ("shard",), 2: ("replicate", "shard")}
 
 
-def check_mesh(mesh: object) -> tuple[int, ...]:
-    """Return the sizes of a mesh's axes, after checking them.
-
-    Raises:
-        TypeError: if it is neither a number of ranks nor a pair of numbers.
-        ValueError: if a size is below 1.
-    """
+def _checked(mesh: object) -> tuple[int, ...]:
+    """Return the sizes of a mesh that is a number of ranks or a pair of numbers."""
     sizes = (mesh,) if isinstance(mesh, int) else mesh
     whole = isinstance(sizes, tuple) and all(
         isinstance(each, int) and not isinstance(each, bool) for each in sizes
@@ -55,7 +50,7 @@ def axes_of(mesh: object) -> dict[str, int]:
         ValueError: if a size is below 1, or there is no axis.
     """
     if not isinstance(mesh, Mapping):
-        sizes = check_mesh(mesh)
+        sizes = _checked(mesh)
         return dict(zip(_NAMES[len(sizes)], sizes, strict=True))
     for name, size in mesh.items():
         if not isinstance(name, str) or not isinstance(size, int) or isinstance(size, bool):
@@ -109,12 +104,9 @@ def lonely_world(axes: Mapping[str, int]) -> Iterator[DeviceMesh]:
             "init_process_group(), or in a process of its own"
         )
     sizes = tuple(axes.values())
-    dist.init_process_group("fake", store=lonely_store(), rank=0, world_size=math.prod(sizes))
-    try:
+    with lonely_group(math.prod(sizes)):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(axes))
         with host_reads_by(_all_alike), FakeTensors(), _plain(), warnings.catch_warnings():
             # The engine asks whether memory moved by its address, which is 0 for all here.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield mesh
-    finally:
-        dist.destroy_process_group()

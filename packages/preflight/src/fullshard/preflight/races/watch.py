@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import CommStreams, Event, EventKind, observe
-from fullshard.preflight.compat import DispatchMode, lonely_store
-from fullshard.preflight.planning.world import check_mesh
+from fullshard.preflight.compat import DispatchMode, lonely_group
+from fullshard.preflight.planning.world import MeshLike, axes_of
 from fullshard.preflight.races.access import Effects, effects_of, here
 from fullshard.preflight.races.collectives import Collectives
 from fullshard.preflight.races.memory import Memory, Operation, is_gone
@@ -250,7 +250,7 @@ def _complete(report: RaceReport, watch: RaceMode) -> None:
 def check(
     program: Callable[..., object],
     *,
-    mesh: int | tuple[int, int] | None = None,
+    mesh: MeshLike | None = None,
     expect_collectives: bool = True,
 ) -> RaceReport:
     """The races of a program, which is called here as one rank.
@@ -259,35 +259,32 @@ def check(
 
     Args:
         program: shards a model and trains it. The program receives the mesh, if there is one.
-        mesh: a number of ranks or (replicas, shards): a world of that size is made, whose other
-            ranks are not there and are taken to hold what this one does. None: in the world that
-            this process is in, over gloo, or in none. In that world, memory that is freed too early
-            can be missed, as gloo's threads may release it late.
+        mesh: a number of ranks, (replicas, shards), or the size of each axis by its name: a world
+            of that size is made, whose other ranks are not there and are taken to hold what this
+            one does. None: in the world that this process is in, over gloo, or in none. In that
+            world, memory that is freed too early can be missed, as gloo's threads may release it
+            late.
         expect_collectives: whether the report is not ``ok`` if the engine launched no collective.
 
     Raises:
         RaceError: if a model communicates that was sharded before.
         RuntimeError: if ``mesh`` is given and this process is already in a world.
-        TypeError: if ``mesh`` is neither a number of ranks nor a pair of numbers.
-        ValueError: if a size is below 1.
+        TypeError: if ``mesh`` is none of these.
+        ValueError: if a size is below 1, or there is no axis.
     """
     report = RaceReport(expects_collectives=expect_collectives)
     if mesh is None:
         _run(program, report)
         return report
-    sizes = check_mesh(mesh)
+    axes = axes_of(mesh)
     if dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is initialised, and mesh= makes a world of its own; leave mesh out, "
             "or check in a process of its own"
         )
-    dist.init_process_group("fake", store=lonely_store(), rank=0, world_size=math.prod(sizes))
-    try:
-        names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
-        made = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    with lonely_group(math.prod(axes.values())):
+        made = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         _run(partial(program, made), report)
-    finally:
-        dist.destroy_process_group()
     return report
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fullshard.preflight.machine import usable_device
 from fullshard.preflight.verification.program import Seeds
 
 __all__ = ["Draws", "State", "draws_restored"]
@@ -34,8 +35,7 @@ class State:
 @contextmanager
 def draws_restored() -> Iterator[None]:
     """After the ``with`` block, random numbers go on as if it had not been."""
-    card = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    draws = Draws(torch.device("cpu") if card is None else card)
+    draws = Draws(usable_device())
     own = draws.state()
     try:
         yield

@@ -7,6 +7,7 @@ import os
 import torch
 from torch import nn
 
+from fullshard.preflight.machine import usable_device
 from fullshard.preflight.wording import size_text
 
 __all__ = ["has_room", "nbytes", "reference_device"]
@@ -38,8 +39,7 @@ def reference_device(
 
 def has_room(model: nn.Module) -> bool:
     """Return whether a reference like ``model`` can train here, on the accelerator or the CPU."""
-    card = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    devices = [torch.device("cpu"), *([] if card is None else [card])]
+    devices = (torch.device("cpu"), usable_device())
     return any(COPIES * nbytes(model) <= free_memory(each) for each in devices)
 
 
