@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.preflight import Verdict, verify
 from fullshard.preflight.verification import room
-from fullshard.preflight.verification.layers.chosen import layer_names
+from fullshard.preflight.verification.layers.copies import layer_names
 from fullshard.sharding import fully_shard
 from support.modules import Assembled
 from support.ranks import distributed

@@ -5,9 +5,8 @@ fullshard.preflight verify``. ``plan`` returns the memory of a rank in a world o
 ``diagnose`` checks machines and connections; so does ``python -m fullshard.preflight doctor``.
 """
 
-from fullshard.preflight.costs.devices import DEVICES, Device, Efficiency, Link
+from fullshard.preflight.costs.devices import DEVICES, Device, Efficiency, Host, Link
 from fullshard.preflight.costs.here import Here
-from fullshard.preflight.costs.hosts import Host
 from fullshard.preflight.costs.links import Links, measure_links
 from fullshard.preflight.doctor.findings import Diagnosis, Finding, Level
 from fullshard.preflight.doctor.together import diagnose
@@ -19,7 +18,6 @@ from fullshard.preflight.planning.memory.places import Place
 from fullshard.preflight.planning.plan import plan, shard_blocks
 from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.timeline import Idle, Span, Timeline
-from fullshard.preflight.sizes import parse_bytes
 from fullshard.preflight.verification.program import Program
 from fullshard.preflight.verification.tolerance import Tolerance
 from fullshard.preflight.verification.verdict import (
@@ -30,6 +28,7 @@ from fullshard.preflight.verification.verdict import (
     VerificationFailed,
 )
 from fullshard.preflight.verification.verify import verify
+from fullshard.preflight.wording import parse_bytes
 
 __version__ = "0.1.0"
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fullshard.preflight.commands.json_text import json_text
 from fullshard.preflight.commands.local_ranks import default_ranks, exit_code_of, share_cores
-from fullshard.preflight.pages.page import Figure, PageError, Table, require_page, write_page
-from fullshard.preflight.pages.timelines import Bar, timeline_figure
+from fullshard.preflight.commands.results import json_text
+from fullshard.preflight.pages.page import (
+    Bar,
+    Figure,
+    PageError,
+    Table,
+    require_page,
+    timeline_figure,
+    write_page,
+)
 from fullshard.preflight.planning.memory.ledger import Ledger
 from fullshard.preflight.planning.memory.places import Places
 from fullshard.preflight.planning.memory.storages import Sharing, Storages

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from fullshard.comm.spi import CommandParser
 from fullshard.preflight import __version__
-from fullshard.preflight.commands.json_text import json_text
 from fullshard.preflight.commands.local_ranks import (
     INTERRUPTED,
     default_ranks,
@@ -31,17 +30,22 @@ from fullshard.preflight.commands.local_ranks import (
     joined_ranks,
     start_ranks,
 )
-from fullshard.preflight.commands.results import plan_value, races_value, verdict_value
-from fullshard.preflight.commands.training import planned, raced
-from fullshard.preflight.commands.user_program import ProgramError, accepted, load_program
+from fullshard.preflight.commands.results import json_text, plan_value, races_value, verdict_value
+from fullshard.preflight.commands.user_program import (
+    ProgramError,
+    accepted,
+    load_program,
+    planned,
+    raced,
+)
 from fullshard.preflight.costs.devices import DEVICES
 from fullshard.preflight.doctor.together import diagnose
 from fullshard.preflight.pages.contents import plan_parts, races_parts, verdict_parts
 from fullshard.preflight.pages.page import PageError, require_folder, require_page, write_page
 from fullshard.preflight.planning.failures import PlanError
 from fullshard.preflight.planning.report import Plan
-from fullshard.preflight.sizes import parse_bytes
 from fullshard.preflight.verification.verify import verify
+from fullshard.preflight.wording import parse_bytes
 
 __all__ = ["main"]
 

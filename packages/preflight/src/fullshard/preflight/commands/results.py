@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -9,7 +12,7 @@ from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.races.report import RaceReport
 from fullshard.preflight.verification.verdict import Verdict
 
-__all__ = ["plan_value", "races_value", "verdict_value"]
+__all__ = ["json_text", "plan_value", "races_value", "verdict_value"]
 
 
 def plan_value(plan: Plan, budget: int | None) -> dict[str, Any]:
@@ -50,3 +53,18 @@ def races_value(report: RaceReport) -> dict[str, Any]:
         "operations": report.operations,
         "collectives": report.collectives,
     }
+
+
+def json_text(value: Any) -> str:
+    """Return ``value`` as JSON that every parser reads: null for NaN and infinities."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,7 +1,7 @@
 """The user's program: functions that build, shard and feed a model, by their names in a module.
 
 ``load_program`` imports a script or a module and collects the functions. ``accepted`` picks the
-functions that a call takes.
+functions that a call takes. ``planned`` and ``raced`` run the program.
 """
 
 from __future__ import annotations
@@ -17,10 +17,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.preflight.planning.choices import call_shard
 from fullshard.preflight.planning.plan import plan, shard_blocks
+from fullshard.preflight.planning.report import Plan
+from fullshard.preflight.races.report import RaceReport
+from fullshard.preflight.races.watch import check
+from fullshard.preflight.verification.program import Program
 from fullshard.preflight.verification.verify import verify
 
-__all__ = ["ProgramError", "accepted", "batch_of_step", "load_program"]
+__all__ = ["ProgramError", "accepted", "load_program", "planned", "raced"]
 
 _NEEDED = ("build_model", "batch", "loss")
 _OPTIONAL = ("shard", "optimizer", "tokens")
@@ -140,8 +147,34 @@ def accepted(function: Callable[..., object], found: Mapping[str, Any]) -> dict[
     return {name: value for name, value in found.items() if name in names}
 
 
-def batch_of_step(batch: Any, step: int) -> Any:
-    """Return the batch of a step: ``batch`` itself, or the result of calling it."""
-    if not callable(batch):
-        return batch
-    return batch(step) if inspect.signature(batch).parameters else batch()
+def planned(
+    found: Mapping[str, Any], mesh: tuple[int, ...], micro_batches: int, device: str | None
+) -> Plan:
+    """Return the plan of one rank of a program in a world of the given mesh."""
+    given = accepted(plan, found) | {"batch": lambda: _run_of(found).batch_of(0)}
+    given |= {"mesh": _world(mesh), "device": device}
+    return plan(**{"micro_batches": micro_batches, **given})
+
+
+def raced(found: Mapping[str, Any], mesh: tuple[int, ...], *, steps: int) -> RaceReport:
+    """Return the races of a program on simulated streams."""
+    run = _run_of(found)
+
+    def train(world: DeviceMesh) -> None:
+        model = run.built()
+        model = call_shard(run.shard, model, world) or model
+        optimizer = run.optimizer_of(model.parameters())
+        for step in range(steps):
+            run.loss_of(model, run.batch_of(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return check(train, mesh=_world(mesh))
+
+
+def _run_of(found: Mapping[str, Any]) -> Program:
+    return Program(**accepted(Program, found))
+
+
+def _world(mesh: tuple[int, ...]) -> Any:
+    return mesh[0] if len(mesh) == 1 else mesh

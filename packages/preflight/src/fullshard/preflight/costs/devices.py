@@ -1,9 +1,8 @@
-"""Devices and the links between them, as frozen descriptions with their sources.
+"""Devices, their hosts, and the links between them, as frozen descriptions with their sources.
 
 Owns the figures that data sheets give, the latencies that NCCL assumes, and the efficiencies of
 kernels and links: assumed, or fitted to published training runs. A description names the sources of
-its figures, and the figures without a source. Refuses to time anything: ``kernels`` and
-``collectives`` do that from a description.
+its figures, and the figures without a source. ``kernels`` and ``collectives`` time things on them.
 """
 
 from __future__ import annotations
@@ -15,9 +14,59 @@ from typing import NamedTuple
 
 import torch
 
-from fullshard.preflight.costs.hosts import PCIE_4, PCIE_5, Host
+__all__ = [
+    "DEVICES",
+    "Device",
+    "Efficiency",
+    "Host",
+    "Link",
+    "device_named",
+    "host_seconds",
+    "transfer_seconds",
+]
 
-__all__ = ["DEVICES", "Device", "Efficiency", "Link", "device_named"]
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The host's part for one device.
+
+    Attributes:
+        link: what connects the device to it.
+        bandwidth: bytes per second of that link in each direction, with the other direction in use.
+        latency: seconds of a copy without bytes.
+        memory: bytes per second of its memory, shared out among its devices.
+    """
+
+    link: str
+    bandwidth: float
+    latency: float
+    memory: float
+
+
+PCIE_4 = Host(link="PCIe 4", bandwidth=32e9, latency=10e-6, memory=51e9)
+PCIE_5 = Host(link="PCIe 5", bandwidth=64e9, latency=10e-6, memory=77e9)
+
+
+def transfer_seconds(nbytes: int, host: Host, efficiency: float) -> float:
+    """How long a copy takes, of page-locked memory.
+
+    Args:
+        nbytes: how much.
+        host: between which and a device.
+        efficiency: the part of the link's bandwidth that is reached.
+    """
+    return host.latency + nbytes / (host.bandwidth * efficiency)
+
+
+def host_seconds(nbytes: int, host: Host, efficiency: float) -> float:
+    """How long work on the host's memory takes.
+
+    Args:
+        nbytes: read and written.
+        host: whose memory it is.
+        efficiency: the part of the memory's bandwidth that is reached.
+    """
+    return nbytes / (host.memory * efficiency)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from fullshard.preflight.pages.page import Figure, Table, Text
-from fullshard.preflight.pages.timelines import Bar, timeline_figure
+from fullshard.preflight.pages.page import Bar, Figure, Table, Text, timeline_figure
 from fullshard.preflight.planning.memory.ledger import Category
 from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.timeline import Timeline

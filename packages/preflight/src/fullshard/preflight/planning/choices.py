@@ -5,6 +5,7 @@ Owns what may be chosen. Refuses what a policy of one's own would do: ``plan`` t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,14 @@ from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPo
 from fullshard.preflight.compat import map_leaves
 from fullshard.sharding import ShardingPlacements, fully_shard
 
-__all__ = ["Choice", "blocks_of", "recompute_units", "split_batch"]
+__all__ = [
+    "Choice",
+    "blocks_of",
+    "call_shard",
+    "recompute_units",
+    "split_batch",
+    "takes_mesh",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +121,16 @@ class Choice:
         if self.micro_batches > 1:
             words.append(f"{self.micro_batches} micro-batches")
         return ", ".join(words) or "defaults"
+
+
+def takes_mesh(shard: Callable[..., object]) -> bool:
+    """Return whether a user's function that shards a model has a parameter ``mesh``."""
+    return "mesh" in inspect.signature(shard).parameters
+
+
+def call_shard(shard: Callable[..., Any], model: nn.Module, mesh: DeviceMesh) -> Any:
+    """Shard a model by a user's function, and return what that returns."""
+    return shard(model, mesh=mesh) if takes_mesh(shard) else shard(model)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

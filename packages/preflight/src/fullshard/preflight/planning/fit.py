@@ -17,9 +17,8 @@ from fullshard.preflight.planning.memory.ledger import Category
 from fullshard.preflight.planning.plan import Loss, plan
 from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.world import MeshLike
-from fullshard.preflight.sizes import parse_bytes
 from fullshard.preflight.verification.program import adamw
-from fullshard.preflight.wording import size_text
+from fullshard.preflight.wording import parse_bytes, size_text
 from fullshard.sharding import ShardingPlacements
 
 __all__ = ["CHOICES", "BudgetError", "Fit", "fit"]
@@ -108,7 +107,7 @@ def fit(
         raise ValueError("fit got no choices; leave choices= out, or pass some Choice(...)")
     tried: list[tuple[Choice, Plan]] = []
     for choice in choices:
-        given = batch() if callable(batch) and not isinstance(batch, torch.Tensor) else batch
+        given = batch() if callable(batch) else batch
         found = plan(
             build_model,
             split_batch(given, choice.micro_batches),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from fullshard.comm.spi import simulated, traits_of
 from fullshard.preflight.compat import foreach_as_on_accelerators, is_compiled, map_leaves
 from fullshard.preflight.costs.devices import Device, device_named
 from fullshard.preflight.costs.here import Here
-from fullshard.preflight.planning.choices import Choice, blocks_of
+from fullshard.preflight.planning.choices import Choice, blocks_of, call_shard, takes_mesh
 from fullshard.preflight.planning.failures import (
     PlanError,
     check_model,
@@ -102,7 +101,7 @@ def plan(
     axes = axes_of(mesh)
     if micro_batches < 1:
         raise ValueError(f"micro_batches is {micro_batches}; pass 1 or more")
-    if len(axes) > 1 and not _takes_mesh(shard):
+    if len(axes) > 1 and not takes_mesh(shard):
         raise ValueError(
             f"mesh is {axes}, and shard takes no mesh=, so that it would shard over all ranks; "
             "give it a parameter mesh and pass that to fully_shard"
@@ -119,7 +118,7 @@ def plan(
             check_model(model)
             parameters = sum(each.numel() for each in model.parameters())
             compiled = any(map(is_compiled, model.modules()))
-            _shard(shard, model, made)
+            call_shard(shard, model, made)
             _materialise(model)
             run = _Run(model, loss, optimizer, ledger, micro_batches)
             construction = ledger.peak.nbytes
@@ -202,17 +201,6 @@ class _Machine:
 _CPU = torch.device("cpu")
 
 
-def _takes_mesh(shard: Callable[..., object]) -> bool:
-    return "mesh" in inspect.signature(shard).parameters
-
-
-def _shard(shard: Callable[..., object], model: nn.Module, mesh: DeviceMesh) -> None:
-    if _takes_mesh(shard):
-        shard(model, mesh=mesh)
-    else:
-        shard(model)
-
-
 def _materialise(model: nn.Module) -> None:
     """Give what is on the meta device memory, as a user's initialisation does."""
     if any(each.is_meta for each in (*model.parameters(), *model.buffers())):
@@ -221,8 +209,7 @@ def _materialise(model: nn.Module) -> None:
 
 def _without_data(batch: Any) -> Any:
     """The batch as tensors of this world; called inside it, where new tensors have no data."""
-    given = batch() if callable(batch) and not isinstance(batch, torch.Tensor) else batch
-    return map_leaves(_empty, given)
+    return map_leaves(_empty, batch() if callable(batch) else batch)
 
 
 def _empty(value: Any) -> Any:

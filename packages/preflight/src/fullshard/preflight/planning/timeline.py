@@ -20,8 +20,7 @@ from fullshard.preflight.costs.collectives import (
     collective_seconds,
     traffic_of,
 )
-from fullshard.preflight.costs.devices import Device
-from fullshard.preflight.costs.hosts import host_seconds, transfer_seconds
+from fullshard.preflight.costs.devices import Device, host_seconds, transfer_seconds
 from fullshard.preflight.costs.kernels import Kernel, kernel_seconds
 from fullshard.preflight.planning.memory.places import Place
 from fullshard.preflight.planning.recorder import HostWait, Launch, Record, Transfer

@@ -141,7 +141,7 @@ class Program:
 
     def batch_of(self, step: int) -> Any:
         """Return this rank's batch of a step."""
-        if callable(self.batch) and not isinstance(self.batch, (torch.Tensor, nn.Module)):
+        if callable(self.batch) and not isinstance(self.batch, nn.Module):
             return self.batch(step) if inspect.signature(self.batch).parameters else self.batch()
         return self.batch
 

@@ -1,7 +1,8 @@
 """Memory inside the CPU's operations, which no tensor of a program shows.
 
 ``Inside`` calls each operation once on values, and counts the memory beyond its operands and
-results. A large operation is called on smaller operands. ``gloo`` does the same for collectives.
+results. A large operation is called on smaller operands. ``gloo_bytes`` computes the memory inside
+collectives.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import torch
 from fullshard.preflight.compat import memory_changes, on_values
 from fullshard.preflight.costs.call import Call, UnkeptError, keep_call
 from fullshard.preflight.costs.kernels import kernel_of
+from fullshard.preflight.races.collectives import Launched
 from fullshard.preflight.tensors import local_tensors
 
-__all__ = ["Inside", "Memory"]
+__all__ = ["Inside", "Memory", "gloo_bytes"]
 
 _LARGEST = 2**24  # bytes of the operands of a call on values
 _LONGEST = 2e8  # FLOPs of such a call
 _FEWEST = 4  # rows of smaller operands: with fewer, oneDNN may choose another algorithm
 _SIZE = 16  # dims of equal size count as one dim from this size on
+_SEGMENT = 2**20  # bytes of gloo's ring
 _UNCALLED = ("aten::_foreach", "aten::_fused", "aten::_amp", "aten::record_stream")
 _ROWS = {  # which arguments have the rows of a batch as their first dim
     "aten::convolution": (0,),
@@ -219,3 +222,30 @@ def _scaled(call: Call, work: float, sizes: list[int]) -> Memory:
             whole, given = _bytes_of(call) + sum(sizes), _bytes_of(small) + sum(found.results)
             return Memory(found.inside * whole / max(1, given), tuple(sizes))
     return _NOTHING
+
+
+def gloo_bytes(launched: Launched) -> int:
+    """Return the bytes that gloo allocates from a collective's launch until it is waited for.
+
+    Seen in torch 2.13's ``ProcessGroupGloo.cpp``, and measured: a gather fills an extra buffer
+    before it is copied out; a reduce-scatter is an all-reduce of a copy; a reduction by gloo's ring
+    (``gloo/allreduce.cc``) has room for two segments of at most 1 MiB.
+    """
+    ranks = 1 if launched.group is None else launched.group.size()
+    if ranks == 1:
+        return 0
+    read, written = (
+        sum(each.numel() * each.itemsize for each in tensors)
+        for tensors in (launched.read, launched.written)
+    )
+    if "gather" in launched.name:
+        return written
+    if "reduce_scatter" in launched.name:
+        return read + _segments(read, ranks)
+    return _segments(read, ranks) if "reduce" in launched.name else 0
+
+
+def _segments(nbytes: int, ranks: int) -> int:
+    """Two segments of a ring: each rank has as many, at least two."""
+    count = max(-(-nbytes // _SEGMENT), 2 * ranks)
+    return 2 * -(-nbytes // (-(-count // ranks) * ranks))

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.preflight.compat import DispatchMode, answer, in_mesh, is_fake
 from fullshard.preflight.planning.memory.course import Course
-from fullshard.preflight.planning.memory.gloo import gloo_bytes
-from fullshard.preflight.planning.memory.inside import Inside
+from fullshard.preflight.planning.memory.inside import Inside, gloo_bytes
 from fullshard.preflight.planning.memory.places import Place, Places
 from fullshard.preflight.planning.memory.storages import Storages
 from fullshard.preflight.planning.reads import HostReads
