@@ -48,6 +48,7 @@ __all__ = [
     "FakeTensors",
     "UnknownOperator",
     "UnknownValue",
+    "WeakIdKeyDictionary",
     "answer",
     "backward_node",
     "backward_number",
@@ -63,14 +64,13 @@ __all__ = [
     "is_compiled",
     "is_fake",
     "lonely_group",
-    "map_leaves",
     "memory_changes",
     "on_values",
     "process_group_of",
     "schema_of",
     "storage_address",
+    "tree_map",
     "unknown_custom_operator",
-    "weak_tensor_keys",
 ]
 
 _KINDS = {
@@ -141,11 +141,6 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def map_leaves(change: Callable[[Any], Any], nest: Any) -> Any:
-    """Return nested containers with each leaf replaced by what ``change`` makes of it."""
-    return tree_map(change, nest)
-
-
 @contextmanager
 def lonely_group(ranks: int) -> Iterator[None]:
     """Provide a process group that moves nothing, in which this process is the only rank there."""
@@ -204,11 +199,6 @@ def storage_address(storage: torch.UntypedStorage) -> int:
     without memory or data.
     """
     return int(storage._cdata)
-
-
-def weak_tensor_keys() -> WeakIdKeyDictionary:
-    """A new dictionary from tensors, which it does not keep alive, by identity."""
-    return WeakIdKeyDictionary()
 
 
 class DispatchMode(TorchDispatchMode):

@@ -51,23 +51,24 @@ class Operand:
         """Bytes of its elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    @property
+    def _reach(self) -> int:
+        """Elements from the first to the last, with those that its strides leave out."""
+        pairs = zip(self.shape, self.stride, strict=True)
+        return 1 + sum((size - 1) * stride for size, stride in pairs if size)
+
     def made(self, bound: int) -> torch.Tensor:
         """A tensor of this form: numbers from 0 to 1, or integers below ``bound``."""
-        pairs = zip(self.shape, self.stride, strict=True)
-        numel = 1 + sum((size - 1) * stride for size, stride in pairs if size)
         if self.dtype.is_floating_point or self.dtype.is_complex:
-            flat = torch.rand(numel).to(self.dtype)
+            flat = torch.rand(self._reach)
         else:
-            flat = torch.randint(2 if self.dtype is torch.bool else bound, (numel,))
-            flat = flat.to(self.dtype)
-        return flat.as_strided(self.shape, self.stride)
+            flat = torch.randint(2 if self.dtype is torch.bool else bound, (self._reach,))
+        return flat.to(self.dtype).as_strided(self.shape, self.stride)
 
     def blank(self) -> torch.Tensor:
         """Return a tensor of this form: zeros, which are valid indices, or uninitialised bytes."""
-        pairs = zip(self.shape, self.stride, strict=True)
-        numel = 1 + sum((size - 1) * stride for size, stride in pairs if size)
         make = torch.empty if self.dtype is torch.uint8 else torch.zeros
-        return make(numel, dtype=self.dtype).as_strided(self.shape, self.stride)
+        return make(self._reach, dtype=self.dtype).as_strided(self.shape, self.stride)
 
     def resized(self, dim: int, size: int) -> Operand:
         """Return this form with another size of one dim, as dense as before."""
@@ -138,17 +139,15 @@ class Call:
         sizes = [size for shape in floats for size in shape if size > 1]
         sizes += [each for each in self.args.items if type(each) is int and each > 1]
         bound = min(sizes, default=2)
-        return (
-            [_made(each, bound) for each in self.args.items],
-            {name: _made(value, bound) for name, value in self.kwargs},
-        )
+        return self._with(lambda operand: operand.made(bound))
 
     def blank(self) -> tuple[list[Any], dict[str, Any]]:
         """Return arguments for a call that measures memory: tensors of zeros."""
-        return (
-            [_changed(each, Operand.blank) for each in self.args.items],
-            {name: _changed(value, Operand.blank) for name, value in self.kwargs},
-        )
+        return self._with(Operand.blank)
+
+    def _with(self, make: Callable[[Operand], torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        kwargs = {name: _changed(value, make) for name, value in self.kwargs}
+        return _changed(self.args, make), kwargs
 
     def shrunk(self, sizes: Mapping[int, int]) -> Call:
         """Return this call on smaller operands.
@@ -199,10 +198,6 @@ def _operands(value: Any) -> Iterator[Operand]:
     if isinstance(value, tuple):
         for each in value:
             yield from _operands(each)
-
-
-def _made(value: Any, bound: int) -> Any:
-    return _changed(value, lambda operand: operand.made(bound))
 
 
 def _changed(value: Any, make: Callable[[Operand], torch.Tensor]) -> Any:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
-from fullshard.preflight.compat import map_leaves
+from fullshard.preflight.compat import tree_map
 from fullshard.sharding import ShardingPlacements, fully_shard
 
 __all__ = [
@@ -168,4 +168,4 @@ def split_batch(batch: Any, parts: int) -> Any:
             )
         return value[: value.shape[0] // parts]
 
-    return map_leaves(first, batch)
+    return tree_map(first, batch)

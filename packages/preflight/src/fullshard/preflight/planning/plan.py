@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.spi import simulated, traits_of
-from fullshard.preflight.compat import foreach_as_on_accelerators, is_compiled, map_leaves
+from fullshard.preflight.compat import foreach_as_on_accelerators, is_compiled, tree_map
 from fullshard.preflight.costs.devices import Device, device_named
 from fullshard.preflight.costs.here import Here
 from fullshard.preflight.planning.choices import Choice, blocks_of, call_shard, takes_mesh
@@ -209,7 +209,7 @@ def _materialise(model: nn.Module) -> None:
 
 def _without_data(batch: Any) -> Any:
     """The batch as tensors of this world; called inside it, where new tensors have no data."""
-    return map_leaves(_empty, batch() if callable(batch) else batch)
+    return tree_map(_empty, batch() if callable(batch) else batch)
 
 
 def _empty(value: Any) -> Any:
@@ -248,7 +248,7 @@ class _Run:
     def step(self, batch: Any) -> None:
         """Run one step of the optimizer."""
         note = self._ledger.note
-        map_leaves(partial(note, Category.BATCH), batch)
+        tree_map(partial(note, Category.BATCH), batch)
         for number in range(1, self._micro_batches + 1):
             loss = self._loss_of(batch)
             if self._announces is not None:

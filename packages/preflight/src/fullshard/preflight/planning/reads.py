@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fullshard.preflight.compat import HOST_READ, is_fake, schema_of, weak_tensor_keys
+from fullshard.preflight.compat import HOST_READ, WeakIdKeyDictionary, is_fake, schema_of
 from fullshard.preflight.planning.failures import PlanError, line_of
 
 __all__ = ["HostReads"]
@@ -49,7 +49,7 @@ class HostReads:
 
     def __init__(self) -> None:
         self.lines: Counter[str] = Counter()
-        self._known = weak_tensor_keys()
+        self._known = WeakIdKeyDictionary()
 
     def answer(self, func: Any, args: Any) -> float | int | bool | None:
         """Return what the host reads; None if this is no read, or there is no harmless answer.

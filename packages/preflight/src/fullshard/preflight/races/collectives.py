@@ -10,6 +10,7 @@ one does.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,33 +54,8 @@ _TABLE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {  # written argume
     "scatter_": _OUT_IN,
     "send": ((), (0,)),
 }
-_METHODS = (
-    "_allgather_base",
-    "_end_coalescing",
-    "_reduce_scatter_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "send",
-)
+# Methods of a process group that launch a collective, in torch 2.11 to 2.15.
+_METHODS = re.compile(r"_?(all|barrier|broadcast|end_coalescing|gather|recv|reduce|scatter|send)")
 
 
 @dataclass(frozen=True)
@@ -159,18 +135,11 @@ class Collectives:
     @contextmanager
     def intercepted(self) -> Iterator[None]:
         """Inside the ``with`` block process groups give handles that wait on simulated streams."""
-        patches = [
-            patch.object(dist.ProcessGroup, name, self._wrapped(getattr(dist.ProcessGroup, name)))
-            for name in _METHODS
-            if hasattr(dist.ProcessGroup, name)
-        ]
-        for each in patches:
-            each.start()
-        try:
+        group = dist.ProcessGroup
+        methods = {name: getattr(group, name) for name in dir(group) if _METHODS.match(name)}
+        wrapped = {name: self._wrapped(method) for name, method in methods.items()}
+        with patch.multiple(group, **wrapped):
             yield
-        finally:
-            for each in reversed(patches):
-                each.stop()
 
     def _wrapped(self, method: Any) -> Any:
         def launch(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fullshard.preflight.compat import backward_node, forward_number, weak_tensor_keys
+from fullshard.preflight.compat import WeakIdKeyDictionary, backward_node, forward_number
 
 __all__ = ["GraphStreams"]
 
@@ -41,7 +41,7 @@ class GraphStreams:
         self.stream = default
         self._numbers: list[int] = [0]
         self._streams: list[_Stream] = [default]
-        self._leaves = weak_tensor_keys()
+        self._leaves = WeakIdKeyDictionary()
         self._next: list[_Stream] = []
         self._caller: _Stream = default
         self._ready: list[_Stream] = []

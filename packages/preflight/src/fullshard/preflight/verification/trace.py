@@ -74,11 +74,11 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def traced(model: nn.Module) -> Iterator[Trace]:
-    """Note what the modules of ``model`` do inside a ``with`` block."""
+def traced(model: nn.Module, prefix: str = "") -> Iterator[Trace]:
+    """Note what the modules of ``model``, which is called ``prefix``, do in a ``with`` block."""
     trace = Trace()
     handles = []
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(prefix=prefix):
         own = clean(name)
         handles += [
             module.register_forward_pre_hook(partial(_enter, trace, own), with_kwargs=True),

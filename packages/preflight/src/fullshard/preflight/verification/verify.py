@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,22 +92,21 @@ def verify(
             "init_process_group() first"
         )
 
-    def program() -> Program:
-        return Program(
-            build_model=build_model,
-            shard=shard,
-            batch=batch,
-            loss=loss,
-            steps=steps,
-            optimizer=optimizer,
-            tokens=tokens,
-            seeds=Seeds.BY_RANK if aligned_seeds else Seeds.ONCE,
-            layers=layers,
-            seed=seed,
-        )
-
+    make = partial(
+        Program,
+        build_model=build_model,
+        shard=shard,
+        batch=batch,
+        loss=loss,
+        steps=steps,
+        optimizer=optimizer,
+        tokens=tokens,
+        seeds=Seeds.BY_RANK if aligned_seeds else Seeds.ONCE,
+        layers=layers,
+        seed=seed,
+    )
     with draws_restored():
-        return recovering(lambda: _verified(program, stretch))
+        return recovering(lambda: _verified(make, stretch))
 
 
 def _verified(make: Callable[[], Program], stretch: float) -> Verdict:

@@ -169,8 +169,11 @@ class Replay:
     trace: Trace
 
 
-def replay(layer: nn.Module, call: Call, device: torch.device) -> Replay:
-    """Run a call again, forward and backward; gradients of parameters add up in ``layer``."""
+def replay(name: str, layer: nn.Module, call: Call, device: torch.device) -> Replay:
+    """Run a call of the layer called ``name`` again, forward and backward.
+
+    Gradients of parameters add up in ``layer``.
+    """
     given = torch.load(io.BytesIO(call.given), map_location=device, weights_only=False)
     floating = [each.dtype for each in layer.parameters() if each.is_floating_point()]
     leaves: dict[int, torch.Tensor] = {}
@@ -185,7 +188,7 @@ def replay(layer: nn.Module, call: Call, device: torch.device) -> Replay:
 
     args, kwargs = _numbered(enter, given)
     size = rms(each.detach() for each in tensors_in(given))
-    with torch.set_grad_enabled(call.recorded), traced(layer) as trace, Alone():
+    with torch.set_grad_enabled(call.recorded), traced(layer, name) as trace, Alone():
         outputs = tensors_in(layer(*args, **kwargs))
     pairs = [
         (outputs[number], grad.to(outputs[number]))

@@ -226,7 +226,7 @@ class _ByLayer:
             values = {} if layer is None else dict(layer.named_parameters())
             before = {inner: fingerprint(value) for inner, value in values.items()}
             self._contributions.follow(
-                {self._layers.known(_within(name, i)): v for i, v in values.items()}
+                {self._layers.known(f"{name}.{i}"): v for i, v in values.items()}
             )
             ran = self._run_again(comparison, name, layer, recorder.calls[name], traces)
             for inner, value in values.items():
@@ -282,7 +282,7 @@ class _ByLayer:
             follows = rank > 0 and self._program.seeds is Seeds.ONCE and number in self._after
             self._draws.restore(self._after[number] if follows else call.draws)
             with patch.object(dist, "get_rank", self._answer(rank)):
-                again = replay(layer, call, self._device)
+                again = replay(name, layer, call, self._device)
             self._after[number] = self._draws.state()
             self._compare_call(comparison, name, (call, again), trace)
         self._draws.restore(own)
@@ -297,10 +297,7 @@ class _ByLayer:
         call, found = both
 
         def locate() -> str:
-            again = Trace(
-                outputs={_within(name, path): each for path, each in found.trace.outputs.items()},
-                inputs={_within(name, path): each for path, each in found.trace.inputs.items()},
-            )
+            again = found.trace
             ours = Trace(
                 outputs={key: trace.outputs[key] for key in again.outputs if key in trace.outputs},
                 inputs={key: trace.inputs[key] for key in again.inputs if key in trace.inputs},
@@ -336,7 +333,7 @@ class _ByLayer:
         if layer is None:
             return
         for inner, param in layer.named_parameters():
-            key = self._layers.known(_within(name, inner))
+            key = self._layers.known(f"{name}.{inner}")
             if param.grad is not None:
                 before = sums.get(key)
                 mean = param.grad / self._world
@@ -365,8 +362,3 @@ class _ByLayer:
             for inner, wanted in layer.named_buffers():
                 key = f"{name}.{inner}"
                 comparison.tensors(Phase.BUFFER, key, self._sharded.buffers[key], wanted)
-
-
-def _within(layer: str, path: str) -> str:
-    """The name in the model of a module of a layer."""
-    return f"{layer}.{path}" if path else layer
