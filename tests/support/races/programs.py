@@ -30,7 +30,6 @@ from fullshard.comm.collectives import lists
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.streams import canonical_device
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
-from fullshard.preflight.races import SimulatedOffloadPolicy
 from fullshard.sharding import (
     FSDPModule,
     ShardingPlacements,
@@ -100,12 +99,8 @@ class _Stored:
         return ""
 
 
-class StoredOnHost(_Stored, SimulatedOffloadPolicy):
-    """Where both memories are the CPU's."""
-
-
-class _StoredFromDevice(_Stored, CPUOffloadPolicy):
-    """Where the device has memory of its own."""
+class StoredOnHost(_Stored, CPUOffloadPolicy):
+    """Gradients on the host."""
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
@@ -142,7 +137,7 @@ def train(
     at_end: Callable[[Any], object] = lambda model: None,
     **options: Any,
 ) -> list[float]:
-    model: Any = build(mesh, **_where(mesh, options))
+    model: Any = build(mesh, **options)
     prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses: list[torch.Tensor] = []
@@ -157,15 +152,6 @@ def train(
             losses += [loss_of(model)] if evaluate else []
     at_end(model)
     return [loss.item() for loss in losses]  # read late: a host that waits would hide races
-
-
-def _where(mesh: DeviceMesh, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, on a real device with the offload that is simulated on the CPU."""
-    policy = options.get("offload_policy")
-    if policy is None or mesh.device_type == "cpu":
-        return options
-    kind = _StoredFromDevice if isinstance(policy, StoredOnHost) else CPUOffloadPolicy
-    return options | {"offload_policy": kind(parameters=policy.parameters)}
 
 
 # -- what differs ---------------------------------------------------------------------------------
@@ -435,11 +421,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "narrow": {"wire_policy": _NARROW},
     "in-blocks": {"wire_policy": _IN_BLOCKS},
     "narrow-no-sync": {"micro_batches": 3, "backward": _without_sync, "wire_policy": _NARROW},
-    "offloaded": {"offload_policy": SimulatedOffloadPolicy()},
-    "offloaded-mixed": {"offload_policy": SimulatedOffloadPolicy(), "mp_policy": _HALF},
-    "offloaded-accumulated": {"offload_policy": SimulatedOffloadPolicy(), "micro_batches": 3},
+    "offloaded": {"offload_policy": CPUOffloadPolicy()},
+    "offloaded-mixed": {"offload_policy": CPUOffloadPolicy(), "mp_policy": _HALF},
+    "offloaded-accumulated": {"offload_policy": CPUOffloadPolicy(), "micro_batches": 3},
     "offloaded-stored": {"offload_policy": StoredOnHost(), "micro_batches": 3},
-    "offloaded-state": {"offload_policy": SimulatedOffloadPolicy(parameters=False)},
+    "offloaded-state": {"offload_policy": CPUOffloadPolicy(parameters=False)},
     "tied": {"tied": True},
     "checkpointed": {"checkpointed": "non-reentrant"},
     "checkpointed-reentrant": {"checkpointed": "reentrant"},
@@ -468,13 +454,13 @@ _FULL = ShardingPlacements(compute=())
 _ON_TWO_AXES: dict[str, dict[str, Any]] = {
     "zero-1": {"placements": ShardingPlacements(compute=(), gradients=())},
     "zero-2": {"placements": _FULL},
-    "zero-2-offloaded": {"placements": _FULL, "offload_policy": SimulatedOffloadPolicy()},
+    "zero-2-offloaded": {"placements": _FULL, "offload_policy": CPUOffloadPolicy()},
     "zero-2-recovered": {"placements": _FULL, "backward": _raises},
     "two-levels": {"placements": _INSIDE},
     "two-levels-full": {"placements": ShardingPlacements(compute=(), gradients="shard")},
     "two-levels-each": {"placements": ShardingPlacements(compute="shard")},
     "two-levels-mixed": {"placements": _INSIDE, "mp_policy": _HALF},
-    "two-levels-offloaded": {"placements": _INSIDE, "offload_policy": SimulatedOffloadPolicy()},
+    "two-levels-offloaded": {"placements": _INSIDE, "offload_policy": CPUOffloadPolicy()},
     "two-levels-far": {
         "placements": _INSIDE,
         "prefetch_policy": DepthPrefetch(forward=2, backward=2),

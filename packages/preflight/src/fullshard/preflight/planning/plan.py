@@ -187,7 +187,7 @@ class _Machine:
                 stack.enter_context(simulated("cpu", unpinned))
             else:
                 stack.enter_context(foreach_as_on_accelerators())
-                stack.enter_context(offloading(ledger.host))
+                stack.enter_context(offloading(ledger.host, steps=True))
             if self.measuring is not None:
                 stack.enter_context(self.measuring.following(ledger.reserve))
             elif self.recorder is not None:

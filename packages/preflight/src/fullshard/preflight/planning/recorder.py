@@ -19,10 +19,10 @@ from fullshard.preflight.costs.collectives import Axis, Collective
 from fullshard.preflight.costs.kernels import Kernel, kernel_of
 from fullshard.preflight.costs.pages import Allocations
 from fullshard.preflight.planning.memory.places import Place, Places
+from fullshard.preflight.planning.memory.storages import Storages
 from fullshard.preflight.races.collectives import Collectives, Launched, UnknownCollectiveError
 from fullshard.preflight.races.functional import FunctionalCollectives
 from fullshard.preflight.simulation.device import accelerated
-from fullshard.preflight.simulation.host import HostMemory
 from fullshard.preflight.simulation.streams import Actor, Clock, Machine, join
 from fullshard.preflight.tensors import local_tensors
 
@@ -170,7 +170,7 @@ class Recorder:
         """Is asked before an operation runs: the collective that it is, if it is one."""
         return self._collectives.launched(func, args, kwargs) if func.namespace == "c10d" else None
 
-    def ran(self, ran: Ran, move: Launched | None, memory: HostMemory) -> None:
+    def ran(self, ran: Ran, move: Launched | None, memory: Storages) -> None:
         """Record an operation after it ran; ``memory`` knows the host's memory."""
         if move is not None:
             self._add(move.stream, self._moved(move))
@@ -252,7 +252,7 @@ class CollectiveRecorder(Recorder):
         except UnknownCollectiveError:
             return None
 
-    def ran(self, ran: Ran, move: Launched | None, memory: HostMemory) -> None:
+    def ran(self, ran: Ran, move: Launched | None, memory: Storages) -> None:
         """Follow an operation that ran."""
         try:
             super().ran(ran, move, memory)

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -101,6 +103,7 @@ class Memory:
         self._names = names
         self._entries: dict[int, _Entry] = {}
         self._gone: deque[tuple[Allocation, Line | None]] = deque()
+        self._making = False
         self._pools: dict[int, list[_Freed]] = {}  # by owner, what its next allocation may get
         self.races: dict[Race, int] = {}
         machine.before = self.settle
@@ -117,8 +120,12 @@ class Memory:
         storage = tensor.untyped_storage()
         block = self.find(storage)
         if block is None:
+            if self._making:  # at once, not in the order of a stream
+                made = None
             owner = self._machine.default if made is None else made.actor
-            block = Allocation(owner, storage.nbytes(), made)
+            block = Allocation(
+                self._machine.host if self._making else owner, storage.nbytes(), made
+            )
             self._adopt(storage, block)
             if made is not None:
                 self._reuse(made)
@@ -139,6 +146,15 @@ class Memory:
         """Note that a tensor's memory is the host's."""
         block = self.meet(tensor, None)
         block.owner, block.made = self._machine.host, None
+
+    @contextmanager
+    def making(self, *, on_host: bool) -> Iterator[None]:
+        """Inside the ``with`` block new memory is the host's, or the device's."""
+        before, self._making = self._making, on_host
+        try:
+            yield
+        finally:
+            self._making = before
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is the host's."""

@@ -24,6 +24,7 @@ from fullshard.preflight.races.memory import Memory, Operation, is_gone
 from fullshard.preflight.races.names import Names
 from fullshard.preflight.races.report import OUTSIDE, Kind, RaceError, RaceReport
 from fullshard.preflight.simulation.device import accelerated
+from fullshard.preflight.simulation.host import offloading
 from fullshard.preflight.simulation.streams import Actor, Machine
 from fullshard.preflight.tensors import local_tensors, resizes_told
 
@@ -229,6 +230,7 @@ def _watching_into(report: RaceReport) -> Iterator[RaceMode]:
         torch.empty(0)
     with ExitStack() as stack:
         stack.enter_context(accelerated(machine))
+        stack.enter_context(offloading(watch.memory, steps=False))
         stack.enter_context(watch.collectives.intercepted())
         stack.enter_context(watch.intercepted())
         stack.enter_context(observe(watch))

@@ -6,7 +6,7 @@ are made, on which stream, and what waits for them is the real policy's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -22,11 +22,6 @@ __all__ = ["HostMemory", "offloading"]
 class HostMemory(Protocol):
     """Which tensors' memory is the host's; of all others it is the device's."""
 
-    @property
-    def has_host(self) -> bool:
-        """Whether any was ever the host's."""
-        ...
-
     def keep_on_host(self, tensor: torch.Tensor) -> None:
         """Note that a tensor's memory is the host's."""
         ...
@@ -35,18 +30,20 @@ class HostMemory(Protocol):
         """Whether it is."""
         ...
 
-    def is_hosts_work(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether who works on these tensors is the host."""
-        ...
-
     def making(self, *, on_host: bool) -> AbstractContextManager[None]:
         """A context in which new memory is the host's, or the device's."""
         ...
 
 
 @contextmanager
-def offloading(memory: HostMemory) -> Iterator[None]:
-    """Inside the ``with`` block ``CPUOffloadPolicy`` copies between a device and its host."""
+def offloading(memory: HostMemory, *, steps: bool) -> Iterator[None]:
+    """Inside the ``with`` block ``CPUOffloadPolicy`` copies between a device and its host.
+
+    Args:
+        memory: knows which memory is the host's.
+        steps: whether parameters and gradients travel to where the optimizer steps, too. The
+            engine waits for them by the device of a tensor, which is the CPU for both here.
+    """
 
     def lives_on_host(policy: Any) -> bool:
         return bool(getattr(policy, "parameters", True))
@@ -75,9 +72,9 @@ def offloading(memory: HostMemory) -> Iterator[None]:
             return tensor if to_host == lives_on_host(policy) else torch.empty_like(tensor)
         return move(tensor, to_host=to_host)
 
-    answers = {
-        "store": store, "stage_in": stage_in, "stage_out": stage_out, "stage_step": stage_step,
-    }  # fmt: skip
+    answers: dict[str, Any] = {"store": store, "stage_in": stage_in, "stage_out": stage_out}
+    if steps:
+        answers["stage_step"] = stage_step
     with ExitStack() as stack:
         for policy in (OffloadToCPU, CPUOffloadPolicy):
             for name, answer in answers.items():

@@ -26,7 +26,6 @@ from fullshard.preflight.planning.memory.storages import Storages
 from fullshard.preflight.planning.reads import HostReads
 from fullshard.preflight.planning.recorder import Ran, Recorder
 from fullshard.preflight.races.collectives import Launched
-from fullshard.preflight.simulation.host import HostMemory
 from fullshard.preflight.tensors import local_tensors
 
 __all__ = ["Category", "Ledger", "Peak"]
@@ -158,7 +157,7 @@ class Ledger(DispatchMode):
         return self._storages.nbytes()
 
     @property
-    def host(self) -> HostMemory:
+    def host(self) -> Storages:
         """The record of memory that belongs to the host, on a simulated accelerator."""
         return self._storages
 
