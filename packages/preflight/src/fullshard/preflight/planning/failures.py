@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 from torch import nn
@@ -94,7 +95,7 @@ def _needs_fake(operator: str) -> str:
 
 
 def _where(error: Exception, places: Places) -> str:
-    frames = list(_frames(error.__traceback__))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     place = places.failed()
     name = _module_in(frames, places.names)
     if name:
@@ -105,13 +106,6 @@ def _where(error: Exception, places: Places) -> str:
         told = str(place)
     line = line_of(reversed(frames))
     return f"{told} ({line})" if line else told
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
-    """Yield the frames of a traceback, the innermost last."""
-    while traceback is not None:
-        yield traceback.tb_frame
-        traceback = traceback.tb_next
 
 
 def _module_in(frames: Sequence[FrameType], names: Mapping[int, str]) -> str:

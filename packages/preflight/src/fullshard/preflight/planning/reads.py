@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import operator
 import sys
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class HostReads:
             return None
         known: float | int | bool | None = self._known.get(args[0])
         if known is None and args[0].dtype.is_floating_point:
-            line = line_of(_callers(sys._getframe()))
+            line = line_of(frame for frame, _ in traceback.walk_stack(sys._getframe()))
             self.lines[line] += 1
             if self.lines[line] > _MOST:
                 raise PlanError(
@@ -115,9 +115,3 @@ class HostReads:
 
     def _number(self, value: Any) -> Any:
         return self._known.get(value) if isinstance(value, torch.Tensor) else value
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

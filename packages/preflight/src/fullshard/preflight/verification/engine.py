@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -193,7 +192,7 @@ class _Runs:
         done = []
         with ExitStack() as stack:
             for handle in self._contributions.follow(dict(model.named_parameters())):
-                stack.callback(handle.remove)
+                stack.enter_context(handle)
             for rank, batch in enumerate(batches):
                 done.append(self._train_on(model, step, rank, batch))
         # Divided here, not the loss: it may have called backward itself, on micro-batches before.
@@ -208,8 +207,7 @@ class _Runs:
         with ExitStack() as stack:
             stack.enter_context(self._draws.aside())
             stack.enter_context(Alone())
-            if self._program.by_rank:
-                stack.enter_context(patch.object(dist, "get_rank", lambda group=None: rank))
+            stack.enter_context(self._program.as_rank(rank))
             self._draws.align(self._program.seeds, step, rank)
             for name, mode in self._program.modes.items():
                 model.get_submodule(name).training = mode

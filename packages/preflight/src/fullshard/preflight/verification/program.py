@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fullshard.preflight.tensors import each_tensor
@@ -148,6 +151,11 @@ class Program:
     def loss_of(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss of a batch; raises as ``scalar``."""
         return scalar(self.loss(model, batch))
+
+    def as_rank(self, rank: int) -> AbstractContextManager[object]:
+        """Return a context in which ``dist.get_rank()`` is ``rank``, if the program asks for it."""
+        answer = (lambda group=None: rank) if self.by_rank else dist.get_rank
+        return patch.object(dist, "get_rank", answer)
 
     def but(self, **changes: Any) -> Program:
         """Return a copy of the program with some changes."""

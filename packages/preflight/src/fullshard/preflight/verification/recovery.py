@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -106,21 +106,18 @@ def _meeting_in_forward(model: nn.Module) -> Iterator[None]:
             raise
 
     detector.begin()
-    handles = [
-        module.register_forward_pre_hook(partial(meet, clean(name) or "the model"), prepend=True)
-        for name, module in model.named_modules()
-        if _may_gather(module)
-    ]
-    try:
-        yield
-    except BaseException as error:
-        detector.depart(f"raised {type(error).__name__}: {error}")
-        if isinstance(error, CollectiveMismatchError) and not failed:
-            raise _UnmetError(str(error)) from error
-        raise
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if _may_gather(module):
+                hook = partial(meet, clean(name) or "the model")
+                stack.enter_context(module.register_forward_pre_hook(hook, prepend=True))
+        try:
+            yield
+        except BaseException as error:
+            detector.depart(f"raised {type(error).__name__}: {error}")
+            if isinstance(error, CollectiveMismatchError) and not failed:
+                raise _UnmetError(str(error)) from error
+            raise
 
 
 def _detector() -> DesyncDetector:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -77,18 +77,13 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 def traced(model: nn.Module, prefix: str = "") -> Iterator[Trace]:
     """Note what the modules of ``model``, which is called ``prefix``, do in a ``with`` block."""
     trace = Trace()
-    handles = []
-    for name, module in model.named_modules(prefix=prefix):
-        own = clean(name)
-        handles += [
-            module.register_forward_pre_hook(partial(_enter, trace, own), with_kwargs=True),
-            module.register_forward_hook(partial(_leave, trace, own)),
-        ]
-    try:
+    with ExitStack() as stack:
+        for name, module in model.named_modules(prefix=prefix):
+            own = clean(name)
+            enter, leave = partial(_enter, trace, own), partial(_leave, trace, own)
+            stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(leave))
         yield trace
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _enter(

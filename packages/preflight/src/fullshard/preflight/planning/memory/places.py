@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -88,20 +88,17 @@ class Places:
     @contextmanager
     def followed(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Inside the ``with`` block, steps of the model and the optimizer are followed."""
-        handles: list[Any] = []
-        for name, module in model.named_modules():
-            self.names[id(module)] = name
-            enter = partial(self._enter, name)  # before what the engine does for the module
-            handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        handles.append(optimizer.register_step_pre_hook(partial(self._become, "optimizer")))
-        handles.append(optimizer.register_step_post_hook(partial(self._become, "between steps")))
-        self._phase = "between steps"
-        try:
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                self.names[id(module)] = name
+                enter = partial(self._enter, name)  # before what the engine does for the module
+                stack.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+                stack.enter_context(module.register_forward_hook(self._leave, always_call=True))
+            begin, end = partial(self._become, "optimizer"), partial(self._become, "between steps")
+            stack.enter_context(optimizer.register_step_pre_hook(begin))
+            stack.enter_context(optimizer.register_step_post_hook(end))
+            self._phase = "between steps"
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _become(self, phase: str, *_: object) -> None:
         self._phase = phase

@@ -7,7 +7,7 @@ The values are compared by digest, and only wrong values are kept.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -73,24 +73,16 @@ class GatherWatch:
     @contextmanager
     def watching(self, sharded: Sharded) -> Iterator[None]:
         """Look inside a ``with`` block, in which the model's forward and backward run."""
-        handles = []
         names = {id(param): name for name, param in sharded.params.items()}
-        for path, module in sharded.named.named_modules():
-            own = {
-                key: names[id(param)]
-                for key, param in module.named_parameters(recurse=False)
-                if id(param) in names
-            }
-            if own:
-                handles += [
-                    module.register_forward_pre_hook(partial(self._enter, own)),
-                    module.register_forward_hook(partial(self._leave, clean(path), own)),
-                ]
-        try:
+        with ExitStack() as stack:
+            for path, module in sharded.named.named_modules():
+                params = module.named_parameters(recurse=False)
+                own = {key: names[id(each)] for key, each in params if id(each) in names}
+                if own:
+                    enter, leave = partial(self._enter, own), partial(self._leave, clean(path), own)
+                    stack.enter_context(module.register_forward_pre_hook(enter))
+                    stack.enter_context(module.register_forward_hook(leave))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter(self, own: dict[str, str], module: nn.Module, inputs: Any) -> None:
         self._look("in forward", own, module)

@@ -75,13 +75,9 @@ class Recorder:
         """Records; hooks come last, so that they see what the layer itself sees."""
         with ExitStack() as stack:
             for name, layer in self._layers.items():
-                before = partial(self._before, name)
-                after = partial(self._after, name)
-                for handle in (
-                    layer.register_forward_pre_hook(before, with_kwargs=True),
-                    layer.register_forward_hook(after),
-                ):
-                    stack.callback(handle.remove)
+                before, after = partial(self._before, name), partial(self._after, name)
+                stack.enter_context(layer.register_forward_pre_hook(before, with_kwargs=True))
+                stack.enter_context(layer.register_forward_hook(after))
             yield
 
     def watching(self) -> TorchFunctionMode:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -96,7 +95,7 @@ class _ByLayer:
                 self._look_at(traces, recorder)
             comparison = self._comparison(step)
             if step == 0:
-                self._compare_first_buffers(comparison, buffers)
+                self._compare_before(comparison, Phase.BUFFER, buffers)
             self._compare_layers(comparison, recorder, traces, buffers)
             if not self._stops(comparison):
                 self._step(comparison)
@@ -154,9 +153,7 @@ class _ByLayer:
 
     def _compare_build(self, comparison: Comparison) -> None:
         """Check that sharding changed no value, where ``build_model`` gave any."""
-        for name, param in self._sharded.params.items():
-            if name in self._sharded.before:
-                comparison.prints(Phase.BUILD, name, full(param), self._sharded.before[name])
+        self._compare_before(comparison, Phase.BUILD, self._sharded.params)
         compare_replicas(comparison, Phase.BUILD, self._sharded.params)
 
     def _train(self, step: int) -> tuple[Recorder, list[Trace]]:
@@ -281,15 +278,11 @@ class _ByLayer:
         for number, call in enumerate(calls):
             follows = rank > 0 and self._program.seeds is Seeds.ONCE and number in self._after
             self._draws.restore(self._after[number] if follows else call.draws)
-            with patch.object(dist, "get_rank", self._answer(rank)):
+            with self._program.as_rank(rank):
                 again = replay(name, layer, call, self._device)
             self._after[number] = self._draws.state()
             self._compare_call(comparison, name, (call, again), trace)
         self._draws.restore(own)
-
-    def _answer(self, rank: int) -> Callable[..., int]:
-        """Return the rank that ``get_rank`` gives a layer in its second run."""
-        return (lambda group=None: rank) if self._program.by_rank else dist.get_rank
 
     def _compare_call(
         self, comparison: Comparison, name: str, both: tuple[Call, Replay], trace: Trace
@@ -349,13 +342,13 @@ class _ByLayer:
         if self._rank == 0:
             comparison.tensors(Phase.GRADIENT, name, ours, wanted)
 
-    def _compare_first_buffers(
-        self, comparison: Comparison, buffers: dict[str, torch.Tensor]
+    def _compare_before(
+        self, comparison: Comparison, phase: Phase, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Check that sharding changed no buffer; those of layers are what the layers begin with."""
-        for name, buffer in buffers.items():
+        """Check that sharding changed no tensor; buffers of layers are what these begin with."""
+        for name, tensor in tensors.items():
             if name in self._sharded.before:
-                comparison.prints(Phase.BUFFER, name, buffer, self._sharded.before[name])
+                comparison.prints(phase, name, full(tensor), self._sharded.before[name])
 
     def _compare_buffers(self, comparison: Comparison, name: str, layer: nn.Module | None) -> None:
         if layer is not None:
