@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import io
 import json
 import re
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,8 +35,16 @@ from support.surface.ranks import everyone
 COMMAND = importlib.import_module("fullshard.preflight.__main__")
 
 
-def test_the_versions_of_all_packages_are_compared() -> None:
-    assert sorted(here.LAYERS) == sorted(each.folder.name for each in LIBRARIES)
+def test_the_versions_of_all_packages_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"fullshard-{each.folder.name}" for each in LIBRARIES]
+    found = [
+        SimpleNamespace(name=name, version=str(len(name))) for name in (*names, "numpy", "pip")
+    ]
+    found += [SimpleNamespace(name="numpy", version="old"), SimpleNamespace(name=None)]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: found)
+    versions = here.facts_here().versions
+    assert {*versions} == {"Python", "torch", "numpy", *names}
+    assert versions["numpy"] == "5"
 
 
 def problems(diagnosis: Diagnosis) -> list[Finding]:

@@ -31,6 +31,7 @@ from fullshard.preflight.costs.timing import Caches, Moved, time_call, time_coll
 
 __all__ = ["Job", "Times", "main", "measure_together"]
 
+_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = timedelta(minutes=5)
 _PROGRAM = f"import sys; from {__name__} import main; main(*sys.argv[1:])"
 # The C library keeps freed memory, so that no call pays for new pages: whether one does in a step
@@ -96,14 +97,7 @@ def measure_together(job: Job) -> Times:
         threads = str(job.threads)
         path = os.pathsep.join(filter(None, sys.path))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads}
-        for unwanted in (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-            *_KEEPING,
-        ):
+        for unwanted in (*_OF_LAUNCHERS, *_KEEPING):
             environment.pop(unwanted, None)
         if job.allocations is None:
             environment |= _KEEPING

@@ -25,26 +25,12 @@ from fullshard.preflight.doctor.findings import Finding, fail, fine, warn
 from fullshard.preflight.machine import usable_cores, usable_device
 from fullshard.preflight.wording import size_text
 
-__all__ = ["LAYERS", "LEAST_SHARED", "Facts", "check_disk", "check_here", "facts_here"]
+__all__ = ["LEAST_SHARED", "Facts", "check_disk", "check_here", "facts_here"]
 
 LEAST_SHARED = 1 << 30
 """Bytes of free shared memory below which the doctor warns."""
 
 _LEAST_FILES = 4096  # every rank has a connection to each other rank, and files of its own
-LAYERS = (
-    "comm",
-    "wire",
-    "sharding",
-    "policies",
-    "checkpoint",
-    "optim",
-    "preflight",
-    "elastic",
-    "wrappers",
-    "cli",
-)
-"""The packages of fullshard, whose versions are compared."""
-
 _COMPARED = ("torch", "numpy", "safetensors", "transformers", "accelerate")
 _TORCH = ((2, 11), (2, 15))  # the oldest and the newest that the tests run on
 _SHARED = Path("/dev/shm")
@@ -75,11 +61,10 @@ class Facts:
 def facts_here() -> Facts:
     """Return the facts of this process."""
     versions = {"Python": platform.python_version()}
-    for name in (*_COMPARED, *(f"fullshard-{layer}" for layer in LAYERS)):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    for each in importlib.metadata.distributions():
+        name = each.name or ""  # what is left of an installation has none
+        if name in _COMPARED or name.startswith("fullshard-"):
+            versions.setdefault(name, each.version)  # the first on the path is imported
     versions["torch"] = torch.__version__  # with the build, which decides what is supported
     return Facts(
         host=socket.gethostname(),

@@ -31,7 +31,7 @@ from fullshard.preflight.verification.comparing.optimizers import (
     settings_of,
     states_of,
 )
-from fullshard.preflight.verification.comparing.replicas import compare_replicas
+from fullshard.preflight.verification.comparing.replicas import compare_replicas, differing
 from fullshard.preflight.verification.comparing.tensors import full
 from fullshard.preflight.verification.comparing.updates import Updates
 from fullshard.preflight.verification.draws import Draws
@@ -44,7 +44,7 @@ from fullshard.preflight.verification.program import (
 )
 from fullshard.preflight.verification.recovery import meeting
 from fullshard.preflight.verification.room import reference_device
-from fullshard.preflight.verification.sharded import Sharded, apart, look_at
+from fullshard.preflight.verification.sharded import Sharded, look_at
 from fullshard.preflight.verification.tolerance import Tolerance
 from fullshard.preflight.verification.trace import Trace, traced
 from fullshard.preflight.verification.verdict import Outcome, Phase
@@ -269,7 +269,7 @@ class _Runs:
         compare_replicas(comparison, Phase.GRADIENT, grads)
 
     def _compare_buffers(self, comparison: Comparison) -> None:
-        self._found.seen.apart |= apart(self._sharded.buffers)
+        self._found.seen.apart.update(differing(self._sharded.buffers))
         if self._reference is not None:
             theirs = dict(self._reference.named_buffers())
             for name, buffer in self._sharded.buffers.items():

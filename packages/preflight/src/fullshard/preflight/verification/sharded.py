@@ -20,7 +20,7 @@ from fullshard.preflight.verification.program import Program
 from fullshard.preflight.verification.trace import Trace, fingerprint
 from fullshard.preflight.verification.verdict import Outcome, Seen
 
-__all__ = ["Sharded", "aliases", "apart", "coarsest", "look_at"]
+__all__ = ["Sharded", "aliases", "coarsest", "look_at"]
 
 
 class Sharded:
@@ -112,13 +112,8 @@ class Sharded:
         """Note gradients that only some ranks have; return the names that all or none have."""
         grads = {name: param.grad for name, param in self.params.items()}
         has = everyones({name for name, grad in grads.items() if grad is not None})
-        seen.apart |= apart(
-            {
-                name: grad
-                for name, grad in grads.items()
-                if grad is not None and not isinstance(grad, DTensor)
-            }
-        )
+        plain = {n: grad for n, grad in grads.items() if grad is not None}
+        seen.apart.update(differing({n: g for n, g in plain.items() if not isinstance(g, DTensor)}))
         alike = []
         for name in grads:
             ranks = [rank for rank, names in enumerate(has) if name in names]
@@ -128,11 +123,6 @@ class Sharded:
             else:
                 alike.append(name)
         return alike
-
-
-def apart(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Return the names of plain tensors that differ between ranks."""
-    return frozenset(differing(tensors))
 
 
 def aliases(model: nn.Module) -> dict[str, str]:

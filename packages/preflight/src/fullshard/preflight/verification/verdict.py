@@ -120,7 +120,7 @@ class Seen:
     """
 
     skipped: tuple[str, ...] = ()
-    apart: frozenset[str] = frozenset()
+    apart: set[str] = field(default_factory=set)
     untied: tuple[str, ...] = ()
     otherwise: tuple[str, ...] = ()
     cast: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)

@@ -30,15 +30,16 @@ class Moment:
 
 
 class Course:
-    """The most memory at each place of a step.
+    """The most memory at each place of a step."""
 
-    Args:
-        sizes: bytes of each storage that is alive at the start, by its number.
-    """
-
-    def __init__(self, sizes: Mapping[int, int]) -> None:
-        self._changes = list(sizes.items())
+    def __init__(self) -> None:
+        self._changes: list[tuple[int, int]] = []
         self._most: dict[Place, Moment] = {}
+
+    def restart(self, sizes: Mapping[int, int]) -> None:
+        """Start a step. ``sizes``: bytes of each storage that is alive, by its number."""
+        self._changes = list(sizes.items())
+        self._most = {}
 
     def changed(self, number: int, more: int) -> None:
         """Note that a storage has ``more`` bytes than before; a negative number: fewer."""

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.preflight.compat import DispatchMode, answer, in_mesh, is_fake
+from fullshard.preflight.costs.pages import Allocations
 from fullshard.preflight.planning.memory.course import Course
 from fullshard.preflight.planning.memory.inside import Inside, gloo_bytes
 from fullshard.preflight.planning.memory.places import Place, Places
@@ -135,12 +136,9 @@ class Ledger(DispatchMode):
         self._places = places
         self._recorder = recorder
         self._inside = inside
-        self.course = Course({})
-        self._storages = (
-            Storages(counted=self._counted)
-            if recorder is None
-            else Storages(changed=recorder.allocations.changed, counted=self._counted)
-        )
+        self.course = Course()
+        allocations = Allocations() if recorder is None else recorder.allocations
+        self._storages = Storages(changed=allocations.changed, counted=self.course.changed)
         self._following = ExitStack()
         self._born: dict[int, Place] = {}
         self._found: dict[int, Category] = {}
@@ -198,12 +196,10 @@ class Ledger(DispatchMode):
         Collects garbage first: what cycles of references keep depends on when Python looks.
         """
         gc.collect()
-        self.peak, self.tensors, self.course = Peak(), 0, Course(self.sizes())
+        self.peak, self.tensors = Peak(), 0
+        self.course.restart(self.sizes())
         if self._recorder is not None:
             self._recorder.restart()
-
-    def _counted(self, number: int, more: int) -> None:
-        self.course.changed(number, more)
 
     def reserve(self, launched: Launched) -> Reservation:
         """Return what counts as memory inside a collective until it is dropped."""

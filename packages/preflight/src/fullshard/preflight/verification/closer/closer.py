@@ -194,7 +194,7 @@ def _where(first: Difference, pairs: dict[str, Pair], held: dict[str, torch.Tens
     known = [f"{int(wrong.sum())} of {error.numel()} elements of {first.name} differ"]
     if first.name in held:
         ranks = held[first.name]
-        by_rank = {rank: int(wrong[ranks == rank].sum()) for rank in _sorted(ranks)}
+        by_rank = {rank: int(wrong[ranks == rank].sum()) for rank in ranks.unique().tolist()}
         right = [rank for rank, count in by_rank.items() if not count]
         if right and len(right) < len(by_rank):
             wrong_ranks = [rank for rank in by_rank if rank not in right]
@@ -202,8 +202,3 @@ def _where(first: Difference, pairs: dict[str, Pair], held: dict[str, torch.Tens
                 f"they lie in the shards of ranks {wrong_ranks}; those of ranks {right} agree"
             )
     return known
-
-
-def _sorted(ranks: torch.Tensor) -> Sequence[int]:
-    found: list[int] = sorted(set(ranks.flatten().tolist()))
-    return found

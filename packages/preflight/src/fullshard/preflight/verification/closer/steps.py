@@ -214,7 +214,7 @@ class StepLook:
             ours = self._after[name].to("cpu", torch.float64) - start
             theirs = right.detach().to("cpu", torch.float64) - start
             decays.append(_ratio(ours - theirs, start))
-            for rank in set(self._owners[name].flatten().tolist()):
+            for rank in self._owners[name].unique().tolist():
                 own = self._owners[name] == rank
                 factors.setdefault(rank, []).append(_ratio(ours[own], theirs[own]))
         by_rank = {rank: _common(each) for rank, each in sorted(factors.items())}

@@ -72,7 +72,7 @@ def weights_of(
     if whole is not None:
         return Weights(name=name, of=tuple(of), shards={-1: whole})
     shards = {}
-    for rank in sorted(set(owners.flatten().tolist())):
+    for rank in owners.unique().tolist():
         own = owners.flatten() == rank
         fit = _fit(made[own], wanted[own], relative)
         if fit is None:
@@ -99,11 +99,7 @@ def _fit(made: torch.Tensor, wanted: torch.Tensor, relative: float) -> tuple[flo
 
 def causes_of(found: Sequence[Weights]) -> list[Cause]:
     """Return what the weights in one or more gradients show."""
-    for each in found:
-        cause = _cause(each)
-        if cause is not None:
-            return [cause]
-    return []
+    return [cause for cause in map(_cause, found) if cause is not None][:1]
 
 
 def _cause(found: Weights) -> Cause | None:

@@ -26,7 +26,7 @@ from fullshard.preflight.verification.comparing.optimizers import (
     note_settings,
     settings_of,
 )
-from fullshard.preflight.verification.comparing.replicas import compare_replicas
+from fullshard.preflight.verification.comparing.replicas import compare_replicas, differing
 from fullshard.preflight.verification.comparing.tensors import full, local
 from fullshard.preflight.verification.comparing.updates import Updates
 from fullshard.preflight.verification.draws import Draws, State
@@ -41,7 +41,7 @@ from fullshard.preflight.verification.program import (
     shapes_of,
 )
 from fullshard.preflight.verification.recovery import meeting
-from fullshard.preflight.verification.sharded import apart, look_at
+from fullshard.preflight.verification.sharded import look_at
 from fullshard.preflight.verification.tolerance import Tolerance
 from fullshard.preflight.verification.trace import Trace, fingerprint, first_place, traced
 from fullshard.preflight.verification.verdict import Outcome, Phase
@@ -213,7 +213,7 @@ class _ByLayer:
         alike = set(sharded.compare_presence(comparison, seen))
         grads = {name: param.grad for name, param in sharded.params.items() if name in alike}
         compare_replicas(comparison, Phase.GRADIENT, grads)
-        seen.apart |= apart(sharded.buffers)
+        seen.apart.update(differing(sharded.buffers))
         outside = {f"{path}.{name}" for path, name in recorder.outside}
         alike -= {self._layers.known(name) for name in set().union(*everyones(outside))}
         left = Counter(self._layers.owners)
