@@ -256,7 +256,7 @@ def test_an_operator_without_a_function_for_tensors_without_data_is_named() -> N
         ({"mesh": 0}, ValueError, "each size must be at least 1"),
         ({"mesh": (2, 2, 2)}, TypeError, "pass a number of ranks"),
         ({"mesh": "8"}, TypeError, "pass a number of ranks"),
-        ({"micro_batches": 0}, ValueError, "pass 1 or more"),
+        ({"micro_batches": 0}, ValueError, "pass a positive int"),
         (
             {"mesh": (2, 4), "shard": lambda model: fully_shard(model)},
             ValueError,

@@ -242,7 +242,7 @@ def test_a_mesh_that_cannot_be_measured_here_is_an_error_that_says_what_to_do() 
     links = Links(ranks=4, table={})
     with pytest.raises(ValueError, match=r"among 4 ranks, and the mesh .2,. has no axis"):
         planned(Here(links=links), mesh=2)
-    with pytest.raises(ValueError, match=r"threads is 0; pass 1 or more"):
+    with pytest.raises(ValueError, match=r"threads is 0; pass a positive int"):
         Here(threads=0)
     with pytest.raises(ValueError, match=r'"here" for this machine'):
         planned("there")

@@ -353,8 +353,8 @@ def test_other_names_and_meta_parameters_are_refused() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"steps": 0}, "steps is 0; pass 1 or more"),
-        ({"steps": 1.5}, "steps is a float"),
+        ({"steps": 0}, "steps is 0; pass a positive int"),
+        ({"steps": 1.5}, "steps is 1.5, a float"),
         ({"loss": None}, "loss is a NoneType; pass a function"),
         ({"tokens": 3}, "tokens is a int"),
     ],

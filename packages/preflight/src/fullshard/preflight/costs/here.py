@@ -26,6 +26,7 @@ from fullshard.preflight.costs.pages import Allocations, fits_here
 from fullshard.preflight.costs.ranks import Job, Times, measure_together
 from fullshard.preflight.costs.timing import COLLECTIVES, Moved
 from fullshard.preflight.machine import usable_cores
+from fullshard.sharding.spi import require_count
 
 __all__ = ["UNSHARD", "Here", "MeasuredCosts"]
 
@@ -71,12 +72,12 @@ class Here:
         """Check the numbers.
 
         Raises:
+            TypeError: if one is no int.
             ValueError: if one is below 1.
         """
         for name in ("threads", "ranks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; pass 1 or more, or leave it out")
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name))
 
 
 def _rounded(nbytes: int) -> int:

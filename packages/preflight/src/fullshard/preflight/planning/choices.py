@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
 from fullshard.preflight.compat import tree_map
 from fullshard.sharding import ShardingPlacements, fully_shard
+from fullshard.sharding.spi import require_count
 
 __all__ = [
     "Choice",
@@ -62,12 +63,13 @@ class Choice:
         """Check the numbers.
 
         Raises:
+            TypeError: if one is no int.
             ValueError: if one is too small.
         """
-        for name, least in (("prefetch", 0), ("group", 1), ("micro_batches", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value}; pass {least} or more")
+        for name in ("group", "micro_batches"):
+            require_count(name, getattr(self, name))
+        if self.prefetch is not None and self.prefetch < 0:
+            raise ValueError(f"prefetch is {self.prefetch}; pass 0 or more")
 
     @property
     def options(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from fullshard.preflight.simulation.host import offloading
 from fullshard.preflight.simulation.streams import Machine
 from fullshard.preflight.verification.program import adamw, scalar
 from fullshard.sharding import FSDPModule
-from fullshard.sharding.spi import EarlyReduction, groups_of
+from fullshard.sharding.spi import EarlyReduction, groups_of, require_count
 
 __all__ = ["PlanError", "plan", "shard_blocks"]
 
@@ -93,14 +93,13 @@ def plan(
             device a collective is none whose time is known; it says which. If a process that
             measures this machine fails.
         RuntimeError: if this process is in a process group already.
-        TypeError: if the mesh is no number of ranks and no pair, the loss no tensor, or what
-            ``optimizer`` returns no optimizer.
+        TypeError: if the mesh is no number of ranks and no pair, ``micro_batches`` no int, the loss
+            no tensor, or what ``optimizer`` returns no optimizer.
         ValueError: if a size of the mesh or ``micro_batches`` is below 1, or the loss no scalar; if
             no device has this name, or the mesh has several axes and ``shard`` takes no mesh.
     """
     axes = axes_of(mesh)
-    if micro_batches < 1:
-        raise ValueError(f"micro_batches is {micro_batches}; pass 1 or more")
+    require_count("micro_batches", micro_batches)
     if len(axes) > 1 and not takes_mesh(shard):
         raise ValueError(
             f"mesh is {axes}, and shard takes no mesh=, so that it would shard over all ranks; "

@@ -16,6 +16,7 @@ from torch import nn
 
 from fullshard.preflight.tensors import each_tensor
 from fullshard.preflight.verification.trace import fingerprint
+from fullshard.sharding.spi import require_count
 
 __all__ = [
     "Choose",
@@ -108,10 +109,7 @@ class Program:
                 f"layers is a {type(self.layers).__name__}; pass True, False, None, or a function "
                 "that returns modules of the model it is given"
             )
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int):
-            raise TypeError(f"steps is a {type(self.steps).__name__}; pass an int")
-        if self.steps < 1:
-            raise ValueError(f"steps is {self.steps}; pass 1 or more")
+        require_count("steps", self.steps)
 
     def built(self) -> nn.Module:
         """Return the unsharded model, from the program's seed."""
