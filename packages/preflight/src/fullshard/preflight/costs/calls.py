@@ -89,7 +89,7 @@ class Calls:
         """Return the number of a tensor's storage, and the range of bytes that the tensor uses."""
         storage = tensor.untyped_storage()
         begin = int(tensor.storage_offset()) * tensor.itemsize
-        nbytes = min(tensor.numel() * tensor.itemsize, storage.nbytes())
+        nbytes = min(tensor.nbytes, storage.nbytes())
         return self._number(storage), begin, begin + nbytes
 
     def _number(self, storage: torch.UntypedStorage) -> int:

@@ -155,8 +155,7 @@ def _nbytes(*values: Any) -> int:
     """Bytes of all tensors, each once; an expanded tensor counts with the bytes that exist."""
     sizes = {}
     for tensor in local_tensors(values):
-        whole = tensor.untyped_storage().nbytes()
-        sizes[id(tensor)] = min(tensor.numel() * tensor.itemsize, whole)
+        sizes[id(tensor)] = min(tensor.nbytes, tensor.untyped_storage().nbytes())
     return sum(sizes.values())
 
 

@@ -100,7 +100,7 @@ def time_call(
         if not any(map(partial(is_, each), made))
     ]
     if call.distance:
-        sizes = [each.numel() * each.itemsize for each in returned]
+        sizes = [each.nbytes for each in returned]
         touches.append((call.distance, partial(_touch_new, sizes)))
     del returned
     seconds: list[float] = []

@@ -216,7 +216,7 @@ class Recorder:
 
     def _moved(self, move: Launched) -> Collective:
         tensors = move.written if "gather" in move.name else move.read
-        nbytes = sum(each.numel() * each.itemsize for each in tensors)
+        nbytes = sum(each.nbytes for each in tensors)
         group = move.group
         assert group is not None, "it was launched by one"
         if group not in self._axes:

@@ -45,9 +45,7 @@ def has_room(model: nn.Module) -> bool:
 
 def nbytes(model: nn.Module) -> int:
     """Return the bytes of all parameters and buffers, on the meta device too."""
-    return sum(
-        each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers())
-    )
+    return sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
 
 
 def free_memory(device: torch.device) -> int:

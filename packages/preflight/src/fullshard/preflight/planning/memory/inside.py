@@ -235,8 +235,7 @@ def gloo_bytes(launched: Launched) -> int:
     if ranks == 1:
         return 0
     read, written = (
-        sum(each.numel() * each.itemsize for each in tensors)
-        for tensors in (launched.read, launched.written)
+        sum(each.nbytes for each in tensors) for tensors in (launched.read, launched.written)
     )
     if "gather" in launched.name:
         return written
