@@ -19,7 +19,6 @@ from fullshard.preflight.pages.contents import plan_parts, races_parts, verdict_
 from fullshard.preflight.pages.page import Figure, PageError, Table, Text, write_page
 from fullshard.preflight.races import Access, Kind, Race, RaceReport
 
-COMMAND = importlib.import_module("fullshard.preflight.__main__")
 SITE_FETCHED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=")
 
 
@@ -129,16 +128,3 @@ def test_without_plotly_the_error_names_it(tmp_path: Path, monkeypatch: Any) -> 
     monkeypatch.undo()
     with pytest.raises(PageError, match="cannot be written: No such file"):
         write_page(tmp_path / "none" / "page.html", "t", [])
-
-
-def test_a_command_writes_a_page(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "own_page.py").write_text(
-        "from torch import nn, empty\n"
-        "def build_model(): return nn.Linear(4, 4)\n"
-        "def batch(step): return empty(2, 4)\n"
-        "def loss(model, batch): return model(batch).sum()\n"
-    )
-    words = [str(tmp_path / "own_page.py"), "--mesh", "2", "--html", str(tmp_path / "plan.html")]
-    assert COMMAND.main(["plan", *words]) == 0
-    assert "memory over a step" in _own(tmp_path / "plan.html")

@@ -334,11 +334,6 @@ def test_a_collective_that_is_not_known_has_no_time(space: str, said: str) -> No
         assert plan(stack, torch.empty(512, 256), loss, mesh=8).time is None
 
 
-def test_an_unknown_device_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ValueError, match="pass one of a100, b200, h100"):
-        _planned(device="z900")
-
-
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES.keys())
 def test_each_description_says_where_its_figures_are_from(device: Device) -> None:
     said = " ".join(device.sources)
