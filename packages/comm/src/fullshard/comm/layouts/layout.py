@@ -14,7 +14,16 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["BufferSpec", "Extent", "Layout", "Piece", "TensorSpec", "pieces_of", "rank_major"]
+__all__ = [
+    "BufferSpec",
+    "Extent",
+    "Layout",
+    "Piece",
+    "RankMajorLayout",
+    "TensorSpec",
+    "pieces_of",
+    "rank_major",
+]
 
 _ALIGNMENT = 16  # bytes, on which runs and slices start: the widest element
 
@@ -285,6 +294,10 @@ class Layout:
 
     def _key(self) -> tuple[tuple[TensorSpec, ...], int, int]:
         return (self.specs, self.world_size, self.mask_numel)
+
+
+RankMajorLayout = Layout
+"""The name of ``Layout`` when it was one of several."""
 
 
 @functools.lru_cache(maxsize=1024)
