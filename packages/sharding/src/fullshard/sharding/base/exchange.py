@@ -44,54 +44,44 @@ def numbers_of_ranks(
         device: the device on which the ranks compute.
         plug_in: the collective to use if the group serves neither the CPU nor ``device``.
     """
+    own = torch.tensor([number], dtype=torch.int64)
     with waiting("agreement"):
-        return _numbers_of_ranks(number, process_group, device, plug_in)
-
-
-def _numbers_of_ranks(
-    number: int, process_group: dist.ProcessGroup, device: torch.device, plug_in: AllGather | None
-) -> Sequence[int]:
-    world_size = process_group.size()
-    alike = [number] * world_size
-    carrier = host_carrier_of(process_group, device)
-    own = torch.tensor([number], dtype=torch.int64, device=carrier or device)
-    if carrier is None and plug_in is not None:
-        gathered = _gathered(own.view(torch.uint8), process_group, plug_in)
-        return host_values(gathered.view(torch.int64), alike)
-    # filled with our own, so that a process group that moves nothing finds agreement
-    numbers = own.repeat(world_size)
-    shared = shares_memory(process_group, own.device)  # sockets take ten times as long
-    transport = AutomaticTransport() if shared else ProcessGroupTransport()
-    try:
-        transport.all_gather(numbers, own, process_group, False)
-    except RuntimeError as error:
-        raise_located(error, "comparison", "settings", process_group)
-    return host_values(numbers, alike)
+        numbers = _gathered(own, process_group, device, plug_in)
+        return host_values(numbers, [number] * process_group.size())
 
 
 def objects_of_ranks(
     value: _T, process_group: dist.ProcessGroup, device: torch.device, plug_in: AllGather | None
 ) -> list[_T]:
     """Gather an object of each rank, in rank order; arguments as in ``numbers_of_ranks``."""
-    if host_carrier_of(process_group, device) is not None or plug_in is None:
-        everyone = [value] * process_group.size()
-        try:
-            with waiting("agreement"):
-                dist.all_gather_object(everyone, value, group=process_group)
-        except RuntimeError as error:
-            raise_located(error, "comparison", "settings", process_group)
-        return everyone
-    text = bytearray(pickle.dumps(value))
-    sizes = numbers_of_ranks(len(text), process_group, device, plug_in)
-    longest = max(sizes)
-    own = torch.frombuffer(text.ljust(longest, b"\0"), dtype=torch.uint8).to(device)
-    rows = _gathered(own, process_group, plug_in).cpu().split(longest)
+    pickled = bytearray(pickle.dumps(value))
+    longest = max(numbers_of_ranks(len(pickled), process_group, device, plug_in))
+    own = torch.frombuffer(pickled.ljust(longest, b"\0"), dtype=torch.uint8)
+    with waiting("agreement"):
+        rows = _gathered(own, process_group, device, plug_in).cpu().split(longest)
     return [pickle.loads(row.numpy().tobytes()) for row in rows]
 
 
 def _gathered(
-    own: torch.Tensor, process_group: dist.ProcessGroup, plug_in: AllGather
+    own: torch.Tensor,
+    process_group: dist.ProcessGroup,
+    device: torch.device,
+    plug_in: AllGather | None,
 ) -> torch.Tensor:
-    """Gather the bytes of each rank (``[n]``) by a plug-in, into one tensor (``[world * n]``)."""
-    spec = TensorSpec(shape=(own.numel() * process_group.size(),), dtype=own.dtype)
-    return all_gather_tensors([own], [spec], process_group, comm=plug_in)[0]
+    """Gather the tensor of each rank (``[n]``) into one tensor (``[world * n]``)."""
+    carrier = host_carrier_of(process_group, device)
+    own = own.to(carrier or device)
+    world_size = process_group.size()
+    if carrier is None and plug_in is not None:
+        sent = own.view(torch.uint8)
+        spec = TensorSpec(shape=(sent.numel() * world_size,), dtype=sent.dtype)
+        return all_gather_tensors([sent], [spec], process_group, comm=plug_in)[0].view(own.dtype)
+    # filled with our own, so that a process group that moves nothing finds agreement
+    gathered = own.repeat(world_size)
+    shared = shares_memory(process_group, own.device)  # sockets take ten times as long
+    transport = AutomaticTransport() if shared else ProcessGroupTransport()
+    try:
+        transport.all_gather(gathered, own, process_group, False)
+    except RuntimeError as error:
+        raise_located(error, "comparison", "settings", process_group)
+    return gathered
