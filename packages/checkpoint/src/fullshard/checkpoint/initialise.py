@@ -20,12 +20,11 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.boxes import box_of
 from fullshard.checkpoint.names import ParamNames
 from fullshard.sharding import FSDPParamGroup
-from fullshard.sharding.spi import group_of, in_block, local_shard, require_between_steps
+from fullshard.sharding.spi import group_of, in_block, local_of, require_between_steps
 
 __all__ = ["InitFn", "initialise"]
 
@@ -113,7 +112,7 @@ def _fill(name: str, param: torch.Tensor, init_fn: InitFn, seed: int) -> None:
     full = torch.full(param.shape, float("nan"), dtype=dtype, device="cpu")
     init_fn(name, full, _generator(name, seed))
     _require_set(name, full)
-    local = local_shard(param) if isinstance(param, DTensor) else param.detach()
+    local = local_of(param).detach()
     try:
         local.copy_(box_of(param).of(full))
     except Exception as error:

@@ -20,7 +20,7 @@ from fullshard.sharding import FSDPParamGroup
 from fullshard.sharding.spi import (
     group_of,
     in_block,
-    local_shard,
+    local_of,
     make_dtensor,
     make_spec,
     owner_of,
@@ -90,7 +90,9 @@ class ExponentialMovingAverage:
         self._averages: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             self._averages = {
-                name: _placed(_local(source).to(device or source.device, dtype, copy=True), source)
+                name: _placed(
+                    local_of(source).to(device or source.device, dtype, copy=True), source
+                )
                 for name, source in self._averaged().items()
             }
 
@@ -216,13 +218,13 @@ class ExponentialMovingAverage:
                 )
         present = self._averaged()
         for name, average in self._averages.items():
-            _local(average).copy_(_cut(given[name], present.get(name, average)))
+            local_of(average).copy_(_cut(given[name], present.get(name, average)))
         self.updates = int(state_dict[_UPDATES])
 
     # -- the model --------------------------------------------------------------------------------
 
     def _local_averages(self) -> list[torch.Tensor]:
-        return [_local(average) for average in self._averages.values()]
+        return [local_of(average) for average in self._averages.values()]
 
     def _averaged(self) -> dict[str, torch.Tensor]:
         """Return the averaged tensors, as registered while the model is sharded."""
@@ -257,7 +259,7 @@ class ExponentialMovingAverage:
                     f"{name} was frozen or not there when these averages were made; make new ones "
                     "after the model is what it shall be, and load the state of these"
                 )
-        return [_local(found[name]) for name in self._averages]
+        return [local_of(found[name]).detach() for name in self._averages]
 
     def _require_quiet(self, call: str) -> list[FSDPParamGroup]:
         """Return the groups of the model, if they are between steps.
@@ -285,11 +287,6 @@ def _require_decay(decay: object) -> None:
         raise ValueError(f"decay is {decay}; pass a number from 0 to 1")
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of ``tensor``, outside autograd."""
-    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return ``value`` as ``like`` is: a ``DTensor`` over this memory, or this memory."""
     if not isinstance(like, DTensor):
@@ -302,7 +299,7 @@ def _placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _cut(given: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of ``given``: cut as ``like``; cut otherwise; or whole."""
     if _form(given) == _form(like):
-        return _local(given)
+        return local_of(given).detach()
     full = given.full_tensor() if isinstance(given, DTensor) else given
     owner = owner_of(like)
     return full if owner is None else owner.shard_of(full)

@@ -20,9 +20,9 @@ from fullshard.optim.base.stepped import Stepped, described, label_of
 from fullshard.optim.owners.owner_layout import Laid
 from fullshard.optim.owners.reshard import recut
 from fullshard.optim.preconditioned import AVERAGES, Kept, kept_of
-from fullshard.sharding.spi import ShardingSpec, local_shard, make_dtensor, make_spec, spec_of
+from fullshard.sharding.spi import ShardingSpec, local_of, make_dtensor, make_spec, spec_of
 
-__all__ = ["Scheduled", "as_matrix", "loaded", "local_of", "require_fits", "shapes_of"]
+__all__ = ["Scheduled", "as_matrix", "loaded", "require_fits", "shapes_of"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -83,11 +83,6 @@ def _spec_of(spec: ShardingSpec | None, name: str, kept: Kept) -> ShardingSpec |
         placements = tuple([each if each.is_replicate() else Shard(0) for each in placements])
     whole = torch.empty(kept.shape, dtype=torch.float32, device="meta")
     return make_spec(spec.mesh, placements, whole)
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor."""
-    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def as_matrix(part: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,6 @@ from fullshard.optim.owned_state import (
     Scheduled,
     as_matrix,
     loaded,
-    local_of,
     require_fits,
     shapes_of,
 )
@@ -38,6 +37,7 @@ from fullshard.optim.owners.optimizer import MatrixOptimizer, MatrixWork
 from fullshard.optim.owners.owner_layout import Laid, Laying, Owned
 from fullshard.optim.owners.schedule import Job, Schedule
 from fullshard.optim.preconditioned import flops_of, new_state, start, update_of
+from fullshard.sharding.spi import local_of
 
 __all__ = ["SOAP"]
 

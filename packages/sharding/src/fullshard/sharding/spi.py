@@ -10,6 +10,7 @@ from fullshard.sharding.base.checks import require_bool, require_cap, require_co
 from fullshard.sharding.base.comparison import Comparison
 from fullshard.sharding.base.compat import (
     ShardingSpec,
+    local_of,
     local_shard,
     make_dtensor,
     make_spec,
@@ -54,6 +55,7 @@ __all__ = [
     "in_block",
     "is_plain",
     "known_subgroup",
+    "local_of",
     "local_shard",
     "make_dtensor",
     "make_spec",

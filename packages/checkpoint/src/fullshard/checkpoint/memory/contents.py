@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.memory.segments import Entry
-from fullshard.sharding.spi import is_plain, local_shard
+from fullshard.sharding.spi import is_plain, local_of
 
 __all__ = ["Contents", "plain_state"]
 
@@ -51,8 +50,7 @@ class Contents:
             if not isinstance(value, torch.Tensor):
                 values[name] = value
                 continue
-            local = local_shard(value) if isinstance(value, DTensor) else value
-            local = local.detach()
+            local = local_of(value).detach()
             if _is_raw(local):
                 self._tensors.append((self._place(name, local.nbytes), local))
             else:
@@ -94,7 +92,7 @@ class Contents:
                 continue
             data = item.tensor_data
             assert data is not None, "it is a tensor"
-            local = local_shard(value) if isinstance(value, DTensor) else value
+            local = local_of(value)
             dtype = local.dtype if _is_raw(local) else None
             if local.numel() or not value.numel():
                 if dtype is None and data.chunk.sizes != local.shape:

@@ -9,10 +9,9 @@ import threading
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.streaming.plan import Piece, Streamed
-from fullshard.sharding.spi import local_shard
+from fullshard.sharding.spi import local_of
 
 __all__ = ["PinnedShards", "memory"]
 
@@ -82,5 +81,5 @@ class PinnedShards:
 
 
 def _copy(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    local = local_shard(param) if isinstance(param, DTensor) else param
-    return memory(local.shape, dtype).copy_(local.detach())
+    local = local_of(param).detach()
+    return memory(local.shape, dtype).copy_(local)

@@ -23,7 +23,7 @@ from fullshard.sharding import FSDPParamGroup
 from fullshard.sharding.spi import (
     group_of,
     in_block,
-    local_shard,
+    local_of,
     make_dtensor,
     make_spec,
     owner_of,
@@ -78,8 +78,7 @@ class ModelTensor:
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard, outside autograd; all of a plain tensor."""
-        tensor = self.tensor
-        return (local_shard(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+        return local_of(self.tensor).detach()
 
     @property
     def shard_bytes(self) -> int:

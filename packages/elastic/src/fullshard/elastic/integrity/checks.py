@@ -16,7 +16,6 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.comm import AllGather, ReduceScatter
@@ -25,7 +24,7 @@ from fullshard.elastic.integrity.checksums import checksums
 from fullshard.elastic.integrity.collectives import CheckedAllGather, CheckedReduceScatter, Parts
 from fullshard.elastic.integrity.findings import Finding, Findings
 from fullshard.sharding import FSDPModule, FSDPParamGroup, HSDPMeshInfo
-from fullshard.sharding.spi import groups_of, local_shard, sharded_of
+from fullshard.sharding.spi import groups_of, local_of, sharded_of
 
 __all__ = ["IntegrityChecks", "IntegrityPolicy"]
 
@@ -242,10 +241,10 @@ class IntegrityChecks:
         """Yield the stage, the parameter and this rank's part of all that a step changes."""
         for name, registered in self._model.named_parameters():
             param = sharded_of(registered)  # a forward may have left full parameters
-            yield "shard", name, _own(param)
+            yield "shard", name, local_of(param).detach()
             for value in self._optimizer.state.get(param, {}).values():
                 if isinstance(value, torch.Tensor):
-                    yield "optimizer state", name, _own(value)
+                    yield "optimizer state", name, local_of(value)
 
     def _compare_resting(self, before: torch.Tensor) -> None:
         resting = list(self._at_rest())
@@ -302,8 +301,3 @@ class IntegrityChecks:
     def _found(self, stage: str, tensor: str, what: str) -> None:
         finding = Finding(stage=stage, ranks=(dist.get_rank(),), tensor=tensor, what=what)
         self._findings.add(finding)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``tensor``."""
-    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor.detach()

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fullshard.comm.spi import foreach_scale
 from fullshard.optim.base.stepped import label_of
 from fullshard.optim.base.wrapping import Bucket, params_of, part_of
-from fullshard.sharding.spi import ShadowOptimizer, local_shard
+from fullshard.sharding.spi import ShadowOptimizer, local_of
 
 __all__ = ["Part", "SteppedGradients", "scale_gradients"]
 
@@ -106,7 +105,7 @@ def _digest(gradient: torch.Tensor | None) -> torch.Tensor:
     """
     if gradient is None:
         return torch.empty(0, dtype=torch.uint8)
-    data = _local(gradient).flatten().view(torch.uint8)
+    data = local_of(gradient).flatten().view(torch.uint8)
     if data.numel() <= 2 * _EDGE:
         return data.clone()
     start = -data.storage_offset() % 8
@@ -114,13 +113,9 @@ def _digest(gradient: torch.Tensor | None) -> torch.Tensor:
     return torch.cat([data[:_EDGE], data[-_EDGE:], words.sum().view(1).view(torch.uint8)])
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 def scale_gradients(params: Iterable[torch.Tensor], scale: torch.Tensor) -> None:
     """Multiply the gradients of ``params`` by ``scale``."""
-    local = [_local(param.grad) for param in params if param.grad is not None]
+    local = [local_of(param.grad) for param in params if param.grad is not None]
     for device, dtype in {(each.device, each.dtype) for each in local}:
         same = [each for each in local if (each.device, each.dtype) == (device, dtype)]
         foreach_scale(same, scale.to(device, dtype))

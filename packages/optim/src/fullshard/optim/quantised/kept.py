@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.spi import box_here
 from fullshard.optim.base.stepped import Stepped
 from fullshard.optim.quantised.blocks import SIZE, count_in
-from fullshard.sharding.spi import local_shard
+from fullshard.sharding.spi import local_of
 
 __all__ = [
     "MOMENTS",
@@ -73,7 +72,7 @@ def columns_of(each: Stepped) -> tuple[int, int]:
 def part_here(each: Stepped, key: str) -> torch.Tensor:
     """Return this rank's part of a state that was checked."""
     value = each.state[key]
-    return local_shard(value) if isinstance(value, DTensor) else value
+    return local_of(value)
 
 
 def scales_here(each: Stepped, moment: str, columns: tuple[int, int]) -> torch.Tensor:

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm.spi import traits_of
 from fullshard.optim.tiers.staging import Batch
 from fullshard.optim.tiers.state_file import Extent
-from fullshard.sharding.spi import ShardingSpec, local_shard, make_dtensor, spec_of
+from fullshard.sharding.spi import ShardingSpec, local_of, make_dtensor, spec_of
 
-__all__ = ["Entry", "Item", "Staged", "is_dense", "laid_as", "local_of"]
+__all__ = ["Entry", "Item", "Staged", "is_dense", "laid_as"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,11 +98,6 @@ class Staged:
                 torch.accelerator.current_stream(device).synchronize()
             else:
                 torch.get_device_module(device).synchronize()
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``tensor``: a plain tensor itself."""
-    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def laid_as(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from fullshard.optim.tiers.staged import Entry, Item, is_dense, laid_as, local_of
+from fullshard.optim.tiers.staged import Entry, Item, is_dense, laid_as
 from fullshard.optim.tiers.staging import Batch
 from fullshard.optim.tiers.state_file import Extent
 from fullshard.optim.tiers.tier import FileTier, HostTier
-from fullshard.sharding.spi import PLAIN, make_dtensor, spec_of
+from fullshard.sharding.spi import PLAIN, local_of, make_dtensor, spec_of
 
 __all__ = ["StoredState"]
 

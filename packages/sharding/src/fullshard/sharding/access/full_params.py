@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.spi import carrier_of
-from fullshard.sharding.base.compat import local_shard, make_dtensor, spec_of
+from fullshard.sharding.base.compat import local_of, make_dtensor, spec_of
 from fullshard.sharding.base.memory import storage_object
 from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.groups.param_group import FSDPParamGroup
@@ -117,7 +117,7 @@ class FullParams:
 
     def _from_first(self, value: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         """Return the first rank's ``value`` on all ranks, as ``given`` is placed."""
-        local = local_shard(value) if isinstance(value, DTensor) else value.detach()
+        local = local_of(value).detach()
         device, mesh = self.group.device, self.group.mesh_info.mesh
         if self.holds:
             local = local.to(device, given.dtype).contiguous()

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import is_tensor_like
 
 from fullshard.sharding.base.compat import (
+    local_of,
     local_shard,
     make_dtensor,
     make_parameter,
@@ -214,7 +215,7 @@ def full_state_dict(
         options=StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload and rank0_only),
     )
     tensors = [*module.parameters(), *module.buffers()]
-    own = {storage_of(local_shard(t) if isinstance(t, DTensor) else t) for t in tensors} | {0}
+    own = {storage_of(local_of(t)) for t in tensors} | {0}
 
     def apart(tensor: torch.Tensor) -> torch.Tensor:
         moved = tensor.cpu() if cpu_offload else tensor

@@ -43,6 +43,7 @@ __all__ = [
     "hooks_after_accumulation",
     "in_transform",
     "is_legacy_batched",
+    "local_of",
     "local_shard",
     "local_shard_getter",
     "local_shards",
@@ -141,6 +142,11 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # cast() costs as much
     return local
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``tensor``: a local shard, or a plain tensor itself."""
+    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def local_shard_getter(attribute: str) -> Callable[[object], torch.Tensor]:

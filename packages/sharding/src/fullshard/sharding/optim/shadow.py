@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.spi import traits_of
-from fullshard.sharding.base.compat import local_shard, make_dtensor, spec_of
+from fullshard.sharding.base.compat import local_of, local_shard, make_dtensor, spec_of
 from fullshard.sharding.optim.rules import STEP_NUMBERS
 from fullshard.sharding.params.lookup import owner_of
 from fullshard.sharding.params.param import FSDPParam
@@ -50,10 +50,9 @@ class Shadow:
     @property
     def data(self) -> torch.Tensor:
         """The stepped values, as a plain tensor."""
-        stepped: torch.Tensor = self.stepped
-        return local_shard(stepped) if isinstance(stepped, DTensor) else stepped.detach()
+        return local_of(self.stepped).detach()
 
-    def local_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the local part of ``tensor``.
 
         Raises:
@@ -73,7 +72,7 @@ class Shadow:
             UnlikeShards: if a tensor has other placements than the parameter.
         """
         return {
-            key: self.local_of(value) if isinstance(value, DTensor) else value
+            key: self.part_of(value) if isinstance(value, DTensor) else value
             for key, value in real.items()
         }
 

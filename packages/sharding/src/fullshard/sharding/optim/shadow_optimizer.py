@@ -40,6 +40,7 @@ from torch.optim.optimizer import Optimizer
 
 from fullshard.sharding.base.compat import (
     gradients_of,
+    local_of,
     local_shard,
     local_shards,
     specs_of,
@@ -71,10 +72,6 @@ def params_in(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
 def are_same(found: Collection[Any], known: Collection[Any]) -> bool:
     """Return whether both hold identical objects: ``==`` of tensors is another question."""
     return len(found) == len(known) and all(map(is_, found, known))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _objects_in(state: Mapping[Any, Any]) -> list[Any]:
@@ -242,11 +239,11 @@ class ShadowOptimizer:
             if not are_same(specs_of(gradients), specs_of(self._of)):
                 for shadow, gradient in zip(shadows, gradients, strict=True):
                     if gradient is not None:
-                        shadow.local_of(gradient)
+                        shadow.part_of(gradient)
             gradients = local_shards(gradients)
         for at, store in self._stores:
             if (gradient := gradients[at]) is not None:
-                store.read_in(_local(gradient))
+                store.read_in(local_of(gradient))
         if self.copies:
             gradients = [
                 gradient

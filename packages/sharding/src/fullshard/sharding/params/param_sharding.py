@@ -29,6 +29,7 @@ from fullshard.sharding.base.compat import (
     ShardingSpec,
     concatenated_mesh,
     finished,
+    local_of,
     local_shard,
     make_dtensor,
     make_spec,
@@ -313,7 +314,7 @@ def require_shardable(name: str, param: nn.Parameter) -> None:
     """
     if param.layout != torch.strided:
         raise ValueError(f"{name} has layout {param.layout}; fully_shard takes strided parameters")
-    has_hooks(name, _local(param))
+    has_hooks(name, local_of(param))
 
 
 def _require_without_hooks(name: str, local: torch.Tensor) -> None:
@@ -323,10 +324,6 @@ def _require_without_hooks(name: str, local: torch.Tensor) -> None:
             "gather it in two steps, which such hooks do not support; let compute and gradients "
             "name no axis, or all axes"
         )
-
-
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return local_shard(param) if isinstance(param, DTensor) else param
 
 
 def has_hooks(name: str, local: torch.Tensor) -> bool:
@@ -353,7 +350,7 @@ def require_same_hooks(name: str, before: torch.Tensor, after: torch.Tensor) -> 
     Raises:
         ValueError: if they were lost.
     """
-    kind, made = type(_local(before)), _local(after)
+    kind, made = type(local_of(before)), local_of(after)
     if has_hooks(name, made) or not all(hasattr(kind, hook) for hook in GATHER_HOOKS):
         return
     raise ValueError(
