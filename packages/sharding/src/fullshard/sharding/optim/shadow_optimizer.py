@@ -28,7 +28,6 @@ import copy
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from itertools import chain, islice
 from operator import is_, itemgetter
 from typing import Any
@@ -90,7 +89,7 @@ class _Contents:
     the new values are lost; see [Note: data].
 
     Attributes:
-        may_be_lost: whether the storage of a ``DTensor`` was freed.
+        freed: references to storages of a ``DTensor`` that were freed since.
     """
 
     def __init__(self, state: Mapping[Any, Any]) -> None:
@@ -99,10 +98,11 @@ class _Contents:
         found = islice(self._objects, len(state), None)  # without the parameters
         self._cut = [each for each in found if isinstance(each, DTensor)]
         self._parts = local_shards(self._cut)
-        self.may_be_lost = False
-        freed = partial(_freed, weakref.ref(self))
-        storages = map(storage_object, self._cut)
-        self._storages = [None if each is None else weakref.ref(each, freed) for each in storages]
+        self.freed: list[weakref.ref[torch.UntypedStorage]] = []
+        self._storages = [
+            None if storage is None else weakref.ref(storage, self.freed.append)
+            for storage in map(storage_object, self._cut)
+        ]
 
     def require_own_data(self, optimizer: Optimizer) -> None:
         """Raise if ``data`` of a ``DTensor`` was set; for use after a storage was freed.
@@ -124,12 +124,6 @@ class _Contents:
         """Return whether ``state`` holds identical objects, with identical parts."""
         same = are_same(_objects_in(state), self._objects)
         return same and are_same(local_shards(self._cut), self._parts)
-
-
-def _freed(contents: weakref.ref[_Contents], storage: object) -> None:
-    found = contents()
-    if found is not None:
-        found.may_be_lost = True
 
 
 class ShadowOptimizer:
@@ -190,7 +184,7 @@ class ShadowOptimizer:
         ):
             self._make(params)
         self._read_gradients()
-        if self._seen.may_be_lost:
+        if self._seen.freed:
             self._seen.require_own_data(optimizer)
         if self._is_stale or not self._seen.are_in(optimizer.state):
             self._show_state(optimizer)
