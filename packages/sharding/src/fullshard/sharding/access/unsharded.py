@@ -16,6 +16,7 @@ from torch import nn
 
 from fullshard.comm.spi import release_frames
 from fullshard.sharding.access.full_params import FullParams, Mode
+from fullshard.sharding.access.state_dict import require_between_steps
 from fullshard.sharding.base.checks import require_bool
 from fullshard.sharding.base.compat import untraced
 from fullshard.sharding.base.exchange import numbers_of_ranks
@@ -171,15 +172,9 @@ def _require_openable(
         RuntimeError: if one is in use, another block excludes this one, or it could not write back.
     """
     for state in states:
-        state.context.end_raised_backward()
-    busy = [state.label for state in states if not state.context.quiet]
-    busy += [repr(group.name) for group in groups if group.leases.in_use]
-    if busy:
-        raise RuntimeError(
-            f"unsharded() was entered while {busy[0]} is in the middle of a forward or backward; "
-            "enter it between steps (after a step that raised, call reset_iter_state() first)"
-        )
+        state.context.require_quiet("unsharded")
     for group in groups:
+        require_between_steps(group, "unsharded()")
         if group in _opened and not (mode.ordinary and _opened[group].mode.ordinary):
             raise RuntimeError(
                 f"parameter group {group.name!r} is inside another unsharded() block; blocks with "
