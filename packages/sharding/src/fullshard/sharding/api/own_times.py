@@ -159,14 +159,10 @@ class OwnTimesReader:
         The last one may be over but for files that are written after it; these then belong to the
         next step.
         """
-        if self._is_between_steps:
+        if not (self._waits or self._files or self._in_optimizer):
             self._close()
         steps, self._steps = self._steps, []
         return OwnTimes(steps=tuple(steps))
-
-    @property
-    def _is_between_steps(self) -> bool:
-        return self._stepped and not (self._waits or self._files or self._in_optimizer)
 
     def _take(self, time: int, kind: str, name: str) -> None:
         self._add((time - self._last) / _SECOND)
@@ -174,11 +170,11 @@ class OwnTimesReader:
         if kind in _WAITS:
             self._waits.append(name if kind == Mark.WAIT else f"{kind} {name}")
         elif kind == Mark.WAIT_ENDED:
-            _pop(self._waits)
+            del self._waits[-1:]
         elif kind == Mark.FILES:
             self._files.append(name)
         elif kind == Mark.FILES_ENDED:
-            _pop(self._files)
+            del self._files[-1:]
         elif kind == Mark.STEP:
             self._begin_optimizer()
         elif kind == Mark.STEP_ENDED:
@@ -254,8 +250,3 @@ class OwnTimesReader:
             if self._whole:
                 self._steps.append(self._step)
             self._whole, self._stepped, self._step = True, False, Step()
-
-
-def _pop(names: list[str]) -> None:
-    if names:
-        names.pop()

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median, median_low
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -24,10 +23,10 @@ import torch.distributed as dist
 from fullshard.comm.spi import Timeline
 from fullshard.sharding.api.own_times import OwnTimes, OwnTimesReader, Phase, Step
 from fullshard.sharding.base.exchange import objects_of_ranks
+from fullshard.sharding.mesh.mesh_info import device_type_of
 
 __all__ = ["LastRank", "SlowRank", "SlowRanks", "SlowRanksReport", "compare_ranks"]
 
-_CPU = torch.device("cpu")
 _MARGIN = 0.01  # of a step: ranks that come to a collective so close together come at once
 _SHOWN = 5
 
@@ -100,15 +99,7 @@ class SlowRanksReport:
 
     def value(self) -> dict[str, Any]:
         """Return the report as a JSON value."""
-        return {
-            "ranks": list(self.ranks),
-            "steps": list(self.steps),
-            "step_seconds": self.step_seconds,
-            "own": {str(phase): list(seconds) for phase, seconds in self.own.items()},
-            "by_step": [list(seconds) for seconds in self.by_step],
-            "slow": [{**asdict(each), "phase": str(each.phase)} for each in self.slow],
-            "last": [asdict(each) for each in self.last],
-        }
+        return asdict(self)
 
     def __str__(self) -> str:
         """The slow ranks, own times by rank and phase, and who came last to which collective."""
@@ -164,12 +155,7 @@ class SlowRanks:
         """Start."""
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stop."""
         self.stop()
 
@@ -195,11 +181,11 @@ class SlowRanks:
         """
         _check(bar)
         mine = self.own_times().value()
-        everyone = [mine]
-        if dist.is_initialized() and dist.get_world_size(process_group) > 1:
-            group = process_group or dist.group.WORLD
-            assert group is not None, "it is initialised"
-            everyone = objects_of_ranks(mine, group, _CPU, None)
+        group = process_group or dist.group.WORLD
+        if group is None:  # this rank is alone
+            everyone = [mine]
+        else:
+            everyone = objects_of_ranks(mine, group, torch.device(device_type_of(group)), None)
         self._reader.skip_to(self._timeline.clock())
         return compare_ranks(dict(enumerate(map(OwnTimes.of, everyone))), bar=bar)
 
