@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ __all__ = [
     "FSDPMeshInfo",
     "HSDPMeshInfo",
     "TwoLevelMeshInfo",
+    "axis_names",
     "device_of_mesh",
     "device_type_of",
 ]
@@ -54,14 +55,8 @@ class DataParallelMeshDims:
             ValueError: if no axis is named, or one twice.
         """
         for name in ("shard", "replicate"):
-            value: object = getattr(self, name)
-            if not isinstance(value, str | None):
-                names = tuple(value) if isinstance(value, Sequence) else (value,)
-                if not all(isinstance(each, str) for each in names):
-                    raise TypeError(
-                        f"{name} of DataParallelMeshDims is {value!r}; pass the name of an axis, a "
-                        "tuple of names, or None"
-                    )
+            names = axis_names(self, name)
+            if not isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, names)
         names = self.replicate_names + self.shard_names
         if not names:
@@ -72,16 +67,31 @@ class DataParallelMeshDims:
     @property
     def shard_names(self) -> tuple[str, ...]:
         """The names of the axes that shard."""
-        return _as_tuple(self.shard)
+        return axis_names(self, "shard") or ()
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
         """The names of the axes that replicate."""
-        return _as_tuple(self.replicate)
+        return axis_names(self, "replicate") or ()
 
 
-def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else value or ()
+def axis_names(choice: object, name: str) -> tuple[str, ...] | None:
+    """Return the names of axes in the field ``name``, which holds one or several; None for None.
+
+    Raises:
+        TypeError: if the field holds anything else.
+    """
+    value: Any = getattr(choice, name)
+    if value is None:
+        return None
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    names = tuple(value) if several else (value,)
+    if not all(isinstance(each, str) for each in names):
+        raise TypeError(
+            f"{name} of {type(choice).__name__} is {value!r}; pass the name of an axis, a tuple "
+            "of names, or None"
+        )
+    return names
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from fullshard.sharding.mesh.mesh_info import (
     FSDPMeshInfo,
     HSDPMeshInfo,
     TwoLevelMeshInfo,
+    axis_names,
     device_of_mesh,
 )
 from fullshard.sharding.mesh.subgroups import new_subgroup
@@ -148,18 +149,7 @@ class ShardingPlacements:
             TypeError: if a field is neither a name, nor a tuple of names, nor None.
         """
         for name in ("compute", "gradients", "optimizer"):
-            value: object = getattr(self, name)
-            axes = (value,) if isinstance(value, str) else value
-            if isinstance(axes, list):
-                axes = tuple(axes)
-            if axes is not None and not (
-                isinstance(axes, tuple) and all(isinstance(each, str) for each in axes)
-            ):
-                raise TypeError(
-                    f"{name} of ShardingPlacements is {value!r}; pass the name of an axis, a tuple "
-                    "of names, or None"
-                )
-            object.__setattr__(self, name, axes)
+            object.__setattr__(self, name, axis_names(self, name))
 
     @classmethod
     def zero(cls, stage: int) -> ShardingPlacements:
