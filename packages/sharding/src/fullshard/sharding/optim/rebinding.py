@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from fullshard.sharding.optim.shadow_optimizer import params_in
 from fullshard.sharding.params.lookup import owner_of, sharded_of
 from fullshard.sharding.params.param import FSDPParam
 
@@ -27,15 +28,15 @@ def rebind_optimizer(optimizer: Optimizer) -> None:
         RuntimeError: if the optimizer has state for a replaced parameter: the state of a full
             parameter does not fit its shard. The optimizer then stays unchanged.
     """
+    groups = vars(optimizer).get("param_groups", ())
     replaced: dict[nn.Parameter, FSDPParam] = {}
-    for group in vars(optimizer).get("param_groups", ()):
-        for param in group["params"]:
-            owner = owner_of(param)
-            if owner is not None and owner.sharded is not param:
-                replaced[param] = owner
+    for param in params_in(groups):
+        owner = owner_of(param)
+        if owner is not None and owner.sharded is not param:
+            replaced[param] = owner
     for param, owner in replaced.items():
         _require_no_state(optimizer, param, owner)
-    for group in vars(optimizer).get("param_groups", ()) if replaced else ():
+    for group in groups if replaced else ():
         # in place: LBFGS keeps the list
         group["params"][:] = map(sharded_of, group["params"])
     for param in replaced:
