@@ -6,7 +6,7 @@ Flattening makes process groups, once per mesh, on all its ranks alike; nothing 
 
 from __future__ import annotations
 
-import weakref
+from functools import partial
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,15 +20,9 @@ from fullshard.sharding.mesh.mesh_info import (
     HSDPMeshInfo,
     device_type_of,
 )
+from fullshard.sharding.mesh.subgroups import made_once
 
 __all__ = ["default_mesh", "mesh_info_of", "nested_mesh", "one_axis", "require_mesh"]
-
-_default_meshes: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, weakref.WeakValueDictionary[object, DeviceMesh]
-] = weakref.WeakKeyDictionary()
-_nested: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, weakref.WeakValueDictionary[str, DeviceMesh]
-] = weakref.WeakKeyDictionary()
 
 
 def mesh_info_of(
@@ -87,12 +81,8 @@ def default_mesh(names: tuple[str, ...] | None) -> DeviceMesh:
         )
     device_type, world = device_type_of(), dist.group.WORLD
     assert world is not None, "it was initialised"
-    made = _default_meshes.setdefault(world, weakref.WeakValueDictionary())
-    mesh = made.get((device_type, names))
-    if mesh is None:
-        mesh = init_device_mesh(device_type, (world.size(),), mesh_dim_names=names)
-        made[device_type, names] = mesh
-    return mesh
+    make = partial(init_device_mesh, device_type, (world.size(),), mesh_dim_names=names)
+    return made_once(world, (device_type, names), make)
 
 
 def require_mesh(mesh: object) -> DeviceMesh:
@@ -165,11 +155,10 @@ def nested_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     tensors over slices in another order. The same object for all calls while anybody holds it.
     """
     groups = [first.get_group(), second.get_group()]
-    made = _nested.setdefault(groups[0], weakref.WeakValueDictionary())
-    mesh = made.get(groups[1].group_name)
-    if mesh is None:
+    names = tuple(name for each in (first, second) for name in each.mesh_dim_names or ())
+
+    def make() -> DeviceMesh:
         ranks = concatenated_mesh([first, second]).mesh
-        names = tuple(name for each in (first, second) for name in each.mesh_dim_names or ())
-        mesh = DeviceMesh.from_group(groups, first.device_type, ranks, mesh_dim_names=names)
-        made[groups[1].group_name] = mesh
-    return mesh
+        return DeviceMesh.from_group(groups, first.device_type, ranks, mesh_dim_names=names)
+
+    return made_once(groups[0], groups[1].group_name, make)

@@ -14,9 +14,9 @@ step: ``set_is_last_backward(False)``. The last backward reduces over all axes, 
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +30,7 @@ from fullshard.sharding.mesh.mesh_info import (
     axis_names,
     device_of_mesh,
 )
-from fullshard.sharding.mesh.subgroups import new_subgroup
+from fullshard.sharding.mesh.subgroups import made_once, new_subgroup
 
 __all__ = ["EarlyReduction", "Placed", "ShardingPlacements", "placed_anew"]
 
@@ -43,11 +43,6 @@ class EarlyReduction(Enum):
     NONE = "none"
     FIRST = "the first level"
     ALL = "all"
-
-
-_post_forward: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, FSDPMeshInfo]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 @dataclass(frozen=True)
@@ -86,8 +81,8 @@ class Placed:
     def post_forward_mesh(self, mesh_info: FSDPMeshInfo) -> FSDPMeshInfo | None:
         """Return the mesh of the neighbours of this rank that keep compute shards for backward.
 
-        Made once per process group and size. The call makes a process group: call it on all ranks
-        that shard together alike. Other ranks take no part, so each slice of a mesh may have its
+        The call makes a process group, once per size: call it on all ranks that shard together
+        alike. Other ranks take no part, so each slice of a mesh may have its
         own.
 
         Args:
@@ -101,13 +96,11 @@ class Placed:
         if mesh_info.shard_mesh_dim is None or ranks in (None, 1, mesh_info.shard_world_size):
             return None
         group = mesh_info.shard_process_group
-        made = _post_forward.setdefault(group, {})
-        if ranks not in made:
-            first = mesh_info.shard_rank // ranks * ranks
-            neighbours = dist.get_process_group_ranks(group)[first : first + ranks]
-            few = new_subgroup(neighbours, group, device_of_mesh(mesh_info.mesh))
-            made[ranks] = FSDPMeshInfo(DeviceMesh.from_group(few, mesh_info.mesh.device_type))
-        return made[ranks]
+        first = mesh_info.shard_rank // ranks * ranks
+        neighbours = dist.get_process_group_ranks(group)[first : first + ranks]
+        device = device_of_mesh(mesh_info.mesh)
+        few = made_once(group, ranks, partial(new_subgroup, neighbours, group, device))
+        return FSDPMeshInfo(DeviceMesh.from_group(few, mesh_info.mesh.device_type))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ of groups that each rank counts, so ranks with different numbers wait for each o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,11 +17,12 @@ import torch.distributed as dist
 from fullshard.sharding.base.comparison import Comparison
 from fullshard.sharding.mesh.compat import count_of_process_groups
 
-__all__ = ["known_subgroup", "new_subgroup"]
+__all__ = ["known_subgroup", "made_once", "new_subgroup"]
 
-_known: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[frozenset[int], str | None], dist.ProcessGroup]
-] = weakref.WeakKeyDictionary()
+_T = TypeVar("_T")
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakValueDictionary[Hashable, Any]]
+_made = weakref.WeakKeyDictionary()
 
 _COUNT = Comparison(
     what="the making of a process group",
@@ -28,6 +31,18 @@ _COUNT = Comparison(
     "differently on each: ",
     advice="Make process groups (dist.new_group, DeviceMesh) on all ranks alike",
 )
+
+
+def made_once(process_group: dist.ProcessGroup, key: Hashable, make: Callable[[], _T]) -> _T:
+    """Return what was made for ``key`` of a process group, while anybody holds it; else make it.
+
+    torch holds process groups until they are destroyed.
+    """
+    made = _made.setdefault(process_group, weakref.WeakValueDictionary())
+    found: _T | None = made.get(key)
+    if found is None:
+        made[key] = found = make()
+    return found
 
 
 def known_subgroup(ranks: frozenset[int], backend: str | None = None) -> dist.ProcessGroup:
@@ -39,12 +54,9 @@ def known_subgroup(ranks: frozenset[int], backend: str | None = None) -> dist.Pr
     """
     world = dist.group.WORLD
     assert world is not None, "a mesh has a process group"
-    known = _known.setdefault(world, {})
-    if (ranks, backend) not in known:
-        known[ranks, backend] = dist.new_group(
-            sorted(ranks), backend=backend, use_local_synchronization=True
-        )
-    return known[ranks, backend]
+    make = partial(dist.new_group, sorted(ranks), backend=backend, use_local_synchronization=True)
+    made: dist.ProcessGroup = made_once(world, (ranks, backend), make)
+    return made
 
 
 def new_subgroup(
