@@ -71,14 +71,14 @@ class FieldPrecision:
         if self.param_dtype_override_fn is None:
             return self
         chosen = self.param_dtype_override_fn(param)
-        if chosen is not None and chosen is not self.param_dtype and chosen is not param.dtype:
+        follows = chosen is None or chosen is self.param_dtype
+        if not follows and chosen is not param.dtype:
             raise ValueError(
                 f"param_dtype_override_fn returned {chosen!r} for a parameter in {param.dtype}; "
                 f"return {param.dtype} to keep that, or None for param_dtype, which is "
                 f"{self.param_dtype}"
             )
-        own = chosen is not None and chosen is not self.param_dtype
-        dtype = None if own else self.param_dtype
+        dtype = self.param_dtype if follows else None
         return replace(self, param_dtype=dtype, param_dtype_override_fn=None)
 
     def gathered_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:

@@ -86,10 +86,5 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     found: dict[int, torch.Tensor] = {}
-
-    def visit(tensor: torch.Tensor) -> torch.Tensor:
-        found.setdefault(id(tensor), tensor)
-        return tensor
-
-    map_tensors(visit, value)
+    map_tensors(lambda tensor: found.setdefault(id(tensor), tensor), value)
     return list(found.values())

@@ -20,6 +20,7 @@ equal one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -225,9 +226,8 @@ def _copies(sharding: _Sharding, data: _Ranks, reach: _Ranks) -> float:
     if sharding.mesh is None:
         return len(reach)
     own = _ranks(sharding.mesh)
-    replicas = 1
-    for axis in range(sharding.mesh.ndim):
-        replicas *= 1 if axis in sharding.axes else sharding.mesh.size(axis)
+    shape = enumerate(sharding.mesh.shape)
+    replicas = math.prod([size for axis, size in shape if axis not in sharding.axes])
     data = data if sharding.data is not None else _NONE
     # Meshes are grids: the ranks of ``own``, extended over ``data``, are this many.
     spanned = len(own) * len(data) / len(own & data) if data else len(own)
