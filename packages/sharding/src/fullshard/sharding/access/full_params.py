@@ -10,7 +10,6 @@ device.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import cast
 
@@ -29,8 +28,6 @@ from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["CopiedParams", "FullParams", "LeasedParams", "Mode"]
-
-_owners = itertools.count(-1, -1)  # forwards are the owners above 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +138,6 @@ class LeasedParams(FullParams):
     def __init__(self, group: FSDPParamGroup, mode: Mode) -> None:
         """Change nothing yet."""
         super().__init__(group, mode)
-        self._owner = next(_owners)
         self._gathers = 0
         self._storages: list[torch.UntypedStorage | None] = []
 
@@ -149,7 +145,7 @@ class LeasedParams(FullParams):
         """Take a lease and issue the gather; ranks that are not to have them free them."""
         self.group.refresh()
         self.group.gathering.drop_copies()
-        self.group.leases.add(LeaseKind.BLOCK, self._owner)
+        self.group.leases.add_once(LeaseKind.BLOCK)
         self.group.shared.streams.synchronize_with_current()  # which may have changed shards
         self.group.gathering.launch_gather(async_op=True)
         if not self.holds:
@@ -165,7 +161,7 @@ class LeasedParams(FullParams):
 
     def problem(self) -> str:
         """Return why what the modules hold cannot be written back; empty if it can."""
-        intact = self.group.leases.held_by(LeaseKind.BLOCK, self._owner)
+        intact = LeaseKind.BLOCK in self.group.leases.out
         gathers = self.group.gathering.gathers
         if self.holds and (not intact or gathers not in (self._gathers, 0)):
             return (
@@ -187,11 +183,11 @@ class LeasedParams(FullParams):
     def release(self) -> None:
         """Give the lease back, and what a forward inside the block kept."""
         self.group.gathering.register()  # what was put into the place of a parameter was read
-        self.group.leases.release(LeaseKind.BLOCK, self._owner)
         if self.mode.rank0_only:
             for param in self.group.params:  # requires_grad may have changed on this rank only
                 param.unsharded.requires_grad = param.sharded.requires_grad
-        self.group.drop_leases(LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.KEPT)
+        held = (LeaseKind.BLOCK, LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.KEPT)
+        self.group.drop_leases(*held)
         super().release()
 
     def _given(self, param: FSDPParam) -> torch.Tensor:

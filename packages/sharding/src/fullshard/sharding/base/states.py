@@ -167,18 +167,10 @@ class Leases:
         for kind in kinds:
             self.out.pop(kind, None)
 
-    def count(self, kind: LeaseKind) -> int:
-        """Return how many leases of ``kind`` are out."""
-        return len(self.out.get(kind, ()))
-
     @property
     def in_use(self) -> bool:
         """Whether a forward or backward is using the group."""
         return self.training_state is not TrainingState.IDLE
-
-    def held_by(self, kind: LeaseKind, owner: int) -> bool:
-        """Return whether ``owner`` has a lease of ``kind``."""
-        return owner in self.out.get(kind, ())
 
     @property
     def training_state(self) -> TrainingState:
@@ -190,5 +182,5 @@ class Leases:
 
     def __repr__(self) -> str:
         """Show the counts that are not zero."""
-        out = ", ".join(f"{kind.value}: {self.count(kind)}" for kind in self.out)
+        out = ", ".join(f"{kind.value}: {len(owners)}" for kind, owners in self.out.items())
         return f"Leases({out})"
