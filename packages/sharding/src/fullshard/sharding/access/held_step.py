@@ -10,8 +10,6 @@ from __future__ import annotations
 from torch import nn
 
 from fullshard.sharding.base.states import LeaseKind
-from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.lookup import the_states
 
 __all__ = ["HeldStep"]
@@ -39,18 +37,15 @@ class HeldStep:
         states = the_states(module, recurse=True)
         for state in states:
             state.ensure_initialised()
-        roots: dict[RootContext, None] = dict.fromkeys([state.context for state in states])
-        groups: dict[FSDPParamGroup, None] = dict.fromkeys(
-            [group for state in states for group in state.groups]
-        )
-        for root in roots:
-            root.require_quiet("schedule.step")
-        self.groups = tuple(groups)
         self._has_backward = has_backward
-        self._roots = tuple(roots)
-        self._by_hand = [root.finalizes_by_hand for root in self._roots]
-        self._synced = [group.gradients.synchronises for group in self.groups]
-        for root in self._roots:
+        self._by_hand = {state.context: state.context.finalizes_by_hand for state in states}
+        self._synced = {
+            group: group.gradients.synchronises for state in states for group in state.groups
+        }
+        self.groups = tuple(self._synced)
+        for root in self._by_hand:
+            root.require_quiet("schedule.step")
+        for root in self._by_hand:
             root.finalizes_by_hand |= has_backward
         for group in self.groups:
             group.leases.add_once(LeaseKind.STEP)
@@ -59,14 +54,14 @@ class HeldStep:
     def release(self) -> None:
         """End the step: reshard, and launch the reductions if synchronisation is on."""
         self._restore()
-        for root in self._roots if self._has_backward else ():
+        for root in self._by_hand if self._has_backward else ():
             root.finalize_backward()
         for group in self.groups:
             group.reshard_if_unheld()
 
     def wait(self) -> None:
         """Wait for the reductions, and set the sharded gradients."""
-        for root, by_hand in zip(self._roots, self._by_hand, strict=True):
+        for root, by_hand in self._by_hand.items():
             if self._has_backward:
                 root.commit()
             root.finalizes_by_hand = by_hand
@@ -74,13 +69,13 @@ class HeldStep:
     def abandon(self) -> None:
         """End a step that raised: drop what its backwards left."""
         self._restore()
-        for root, by_hand in zip(self._roots, self._by_hand, strict=True):
+        for root, by_hand in self._by_hand.items():
             root.reset()
             root.finalizes_by_hand = by_hand
         for group in self.groups:
             group.reshard_if_unheld()
 
     def _restore(self) -> None:
-        for group, synced in zip(self.groups, self._synced, strict=True):
+        for group, synced in self._synced.items():
             group.leases.drop(LeaseKind.STEP)
             group.gradients.synchronises = synced
