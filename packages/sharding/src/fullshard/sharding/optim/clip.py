@@ -217,7 +217,7 @@ def _largest(norms: list[torch.Tensor], group: NormGroup, exact: torch.dtype) ->
 
 def _stores_of(group: NormGroup, parts: Sequence[torch.Tensor | None]) -> _Stores:
     """Return the policy that stores a part, by the id of the part."""
-    return {id(parts[at]): store for at, store in group.stores}
+    return {id(parts[at]): store for at, store in group.stores.items()}
 
 
 def _in_turn(tensors: list[torch.Tensor], stores: _Stores) -> Iterator[list[torch.Tensor]]:

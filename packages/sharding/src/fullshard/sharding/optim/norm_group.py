@@ -35,7 +35,7 @@ from fullshard.sharding.mesh.mesh_info import device_of_mesh
 from fullshard.sharding.mesh.subgroups import known_subgroup
 from fullshard.sharding.optim.live_groups import Snapshot
 from fullshard.sharding.optim.shadow_optimizer import are_same
-from fullshard.sharding.params.lookup import gradient_store_of, owner_of, sharded_of
+from fullshard.sharding.params.lookup import gradient_stores_of, owner_of, sharded_of
 
 __all__ = ["NormGroup", "Parameters", "norm_group_of"]
 
@@ -70,7 +70,7 @@ class NormGroup:
         params: those that the optimizer sees, each once; none make a norm of 0.
         process_group: all ranks whose parts make the norm; None: this rank has all of it.
         device: where the sum is made.
-        stores: the policies that store gradients, with the index of each parameter of theirs.
+        stores: the policies that store gradients, by the indices of their parameters.
         stored: the owners of these parameters.
         by_weight: the indices of parameters that count alike, by weight: one divided by the number
             of ranks that hold this part.
@@ -88,11 +88,7 @@ class NormGroup:
         self.params: Sequence[torch.Tensor] = _seen_by_optimizers(given)
         self._specs = specs_of(self.params)
         owners = [owner for owner in map(owner_of, self.params) if owner is not None]
-        self.stores = [
-            (at, store)
-            for at, store in enumerate(map(gradient_store_of, self.params))
-            if store is not None
-        ]
+        self.stores = gradient_stores_of(self.params)
         self.stored = owners if self.stores else []
         self._snapshot = Snapshot([owner.generation for owner in owners])
         self._all_cut = all(isinstance(param, DTensor) for param in self.params)

@@ -54,7 +54,7 @@ from fullshard.sharding.optim.shadow import (
     moved_to_step,
     shadow_of,
 )
-from fullshard.sharding.params.lookup import gradient_store_of, owner_of
+from fullshard.sharding.params.lookup import gradient_stores_of, owner_of
 from fullshard.sharding.protocols import GradientOffload
 
 __all__ = ["ShadowOptimizer", "are_same", "open_on", "params_in", "place_state"]
@@ -143,7 +143,7 @@ class ShadowOptimizer:
         self._stepped: list[nn.Parameter] = []
         self._locals: list[torch.Tensor] = []
         self._addresses: list[int] = []  # of those
-        self._stores: list[tuple[int, GradientOffload]] = []  # by place, of those that have one
+        self._stores: dict[int, GradientOffload] = {}  # by place
         self._all: list[Any] = []  # shadows, and the other parameters themselves, in order
         self._state: Any = {}
         self._seen = _Contents({})  # what was in the user's state
@@ -207,8 +207,7 @@ class ShadowOptimizer:
         self._addresses = addresses_of(self._locals)
         self._all = [self._of[each].stepped if each in self._of else each for each in params]
         self.copies = {param: shadow for param, shadow in self._of.items() if shadow.mover}
-        stores = map(gradient_store_of, self._of)
-        self._stores = [(at, store) for at, store in enumerate(stores) if store is not None]
+        self._stores = gradient_stores_of(self._of)
 
     def _show_state(self, optimizer: Optimizer) -> None:
         """Make the stepped state from the user's state again, and remember the objects of both."""
@@ -235,7 +234,7 @@ class ShadowOptimizer:
                     if gradient is not None:
                         shadow.part_of(gradient)
             gradients = local_shards(gradients)
-        for at, store in self._stores:
+        for at, store in self._stores.items():
             if (gradient := gradients[at]) is not None:
                 store.read_in(local_of(gradient))
         if self.copies:

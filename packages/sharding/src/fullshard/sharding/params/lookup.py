@@ -13,6 +13,7 @@ the storage itself would pull it away from them. Gradients go, too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -23,7 +24,7 @@ from fullshard.sharding.base.policies import declares
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import GradientOffload
 
-__all__ = ["gradient_store_of", "owner_of", "release_replaced", "set_owner", "sharded_of"]
+__all__ = ["gradient_stores_of", "owner_of", "release_replaced", "set_owner", "sharded_of"]
 
 _ATTRIBUTE = "_fullshard_owner"
 
@@ -40,12 +41,13 @@ def sharded_of(param: torch.Tensor) -> torch.Tensor:
     return param if owner is None else owner.sharded
 
 
-def gradient_store_of(param: torch.Tensor) -> GradientOffload | None:
-    """Return the offload policy that stores the gradients of ``param``; None if none does."""
-    owner = owner_of(param)
-    if owner is None or not declares(owner.offload, "stores_gradients"):
-        return None
-    return cast(GradientOffload, owner.offload)
+def gradient_stores_of(params: Iterable[torch.Tensor]) -> dict[int, GradientOffload]:
+    """Return the offload policies that store gradients, by the places of their parameters."""
+    return {
+        at: cast(GradientOffload, owner.offload)
+        for at, owner in enumerate(map(owner_of, params))
+        if owner is not None and declares(owner.offload, "stores_gradients")
+    }
 
 
 def set_owner(param: nn.Parameter, owner: FSDPParam) -> None:
