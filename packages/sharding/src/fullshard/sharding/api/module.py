@@ -74,7 +74,7 @@ class FSDPModule(CommSettings, StepSettings, _Original):
         require_bool("async_op", async_op)
         state = initialised_state(self)
         state.unshard(async_op=async_op)
-        return UnshardHandle(state) if async_op else None
+        return UnshardHandle(state.wait_for_unshard) if async_op else None
 
     def reshard(self) -> None:
         """Free the full parameters of this module's own group, and register the sharded ones.

@@ -99,7 +99,7 @@ class StepSettings:
                 "set_manual_backward_finalization(True) before the forward"
             )
         context.finalize_backward()
-        handle = GradientReductionHandle(context)
+        handle = GradientReductionHandle(context.commit)
         if async_op:
             return handle
         handle.wait()
