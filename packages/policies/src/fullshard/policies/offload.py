@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fullshard.sharding import NoOffload, OffloadToCPU
+from fullshard.sharding.spi import require_bool
 
 __all__ = ["CPUOffloadPolicy", "OffloadPolicy"]
 
@@ -53,9 +54,7 @@ class CPUOffloadPolicy(OffloadToCPU, OffloadPolicy):
             TypeError: if one is not a bool.
         """
         for name in ("pin_memory", "parameters", "optimizer_state"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} is {value!r}; pass True or False")
+            require_bool(name, getattr(self, name))
 
     def home(self, device: torch.device) -> torch.device:
         """Return the CPU, or ``device`` if parameters stay there."""

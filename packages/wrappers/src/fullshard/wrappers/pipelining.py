@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed import pipelining
 
-from fullshard.sharding.spi import HeldStep, owner_of
+from fullshard.sharding.spi import HeldStep, sharded_of
 from fullshard.wrappers.compat import defers_gradients
 
 __all__ = ["PipelineStage"]
@@ -93,8 +93,7 @@ class PipelineStage(pipelining.PipelineStage):
         if grad_scale_factor == 1:
             return
         for param in self.submod.parameters():
-            owner = owner_of(param)
-            grad = (param if owner is None else owner.sharded).grad
+            grad = sharded_of(param).grad
             if grad is not None:
                 grad.div_(grad_scale_factor)
 

@@ -28,6 +28,7 @@ from fullshard.sharding.spi import (
     make_spec,
     owner_of,
     require_between_steps,
+    sharded_of,
 )
 
 __all__ = [
@@ -136,8 +137,7 @@ def tensors_of(model: nn.Module) -> list[ModelTensor]:
         for key, value in [*module._parameters.items(), *buffers.items()]:
             if value is None:
                 continue
-            owner = owner_of(value)
-            held = value if owner is None else owner.sharded
+            held = sharded_of(value)
             tensor = found.setdefault(held, ModelTensor([], [], held))
             tensor.names.append(clean_name(start + key))
             tensor.places.append((module, key))
