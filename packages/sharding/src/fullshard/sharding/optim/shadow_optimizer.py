@@ -33,7 +33,6 @@ from operator import is_, itemgetter
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
@@ -140,7 +139,6 @@ class ShadowOptimizer:
         self._given: list[Any] = []  # what they were made of
         self._types: list[type] = []  # ``swap_tensors`` changes it
         self._of: dict[Any, Shadow] = {}
-        self._stepped: list[nn.Parameter] = []
         self._locals: list[torch.Tensor] = []
         self._addresses: list[int] = []  # of those
         self._stores: dict[int, GradientOffload] = {}  # by place
@@ -202,7 +200,6 @@ class ShadowOptimizer:
         self._given, self._types = params, list(map(type, params))
         made = {param: shadow_of(param, plain=self._plain) for param in dict.fromkeys(params)}
         self._of = {param: shadow for param, shadow in made.items() if shadow is not None}
-        self._stepped = [shadow.stepped for shadow in self._of.values()]
         self._locals = [shadow.local for shadow in self._of.values()]
         self._addresses = addresses_of(self._locals)
         self._all = [self._of[each].stepped if each in self._of else each for each in params]
@@ -244,8 +241,8 @@ class ShadowOptimizer:
                 else moved_to_step(gradient, shadow.mover)
                 for shadow, gradient in zip(shadows, gradients, strict=True)
             ]
-        for stepped, gradient in zip(self._stepped, gradients, strict=True):
-            stepped.grad = gradient
+        for shadow, gradient in zip(shadows, gradients, strict=True):
+            shadow.stepped.grad = gradient
         if self.copies:
             await_copies(each.mover for each in self.copies.values() if is_on_host(each.data))
 
@@ -311,8 +308,8 @@ class ShadowOptimizer:
             group.update({**result, "params": group["params"]})
         if state is not self._state or not self._made.are_in(state):
             self._take_state(optimizer, state)
-        for each in self._stepped:
-            each.grad = None  # keeps no gradient's memory
+        for shadow in self._of.values():
+            shadow.stepped.grad = None  # keeps no gradient's memory
         lists = set(map(id, map(_params, groups)))
         for name, value in attributes.items():
             if id(value) not in lists:
