@@ -51,7 +51,8 @@ def pack_gradients(
             held = views.pieces_within(layout, range(first, first + count))
             both = zip(present, held, strict=True)
             present = [each.narrow(0, at.start, count * at.shard_shape[0]) for each, (at,) in both]
-        behind = _behind(layout, count, used, rows.device)
+        behind_numel = rows.shape[1] - layout.mask_offset // dtype.itemsize
+        behind = _behind(count, behind_numel, layout.mask_numel, used, dtype, rows.device)
         compat.side_by_side([*present, *behind], 0, count, out=rows)
         if count < len(packed.ranks):
             compat.foreach_zero(packed.gaps)
@@ -92,17 +93,21 @@ def _copy(
 
 @functools.lru_cache(maxsize=1024)
 def _behind(
-    layout: Layout, ranks: int, used: float, device: torch.device
+    ranks: int,
+    numel: int,
+    mask_numel: int,
+    used: float,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the end of the slices of ranks with equal shards, behind the tensors, if any.
+    """Return what follows the tensors in the slices of ``ranks`` with equal shards, if anything.
 
-    Its shape is ``[ranks, n]``: masks of ``used``, then zeros. The result is cached and read-only.
+    Its shape is ``[ranks, numel]``: masks of ``used``, then zeros. The result is cached and
+    read-only.
     """
-    spec = layout.buffer
-    numel = spec.slice_numel - layout.mask_offset // spec.dtype.itemsize
     if not numel:
         return ()
     with torch.inference_mode(False):  # callers outside inference mode use it too
-        behind = torch.zeros(ranks, numel, dtype=spec.dtype, device=device)
-        behind[:, : layout.mask_numel] = used
+        behind = torch.zeros(ranks, numel, dtype=dtype, device=device)
+        behind[:, :mask_numel] = used
     return (behind,)

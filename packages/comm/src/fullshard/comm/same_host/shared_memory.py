@@ -19,10 +19,10 @@ from fullshard.comm.runtime.works import awaited
 from fullshard.comm.same_host.shared_collective import SharedCollective
 from fullshard.comm.same_host.shared_group import SharedBuffer, shared_group
 from fullshard.comm.same_host.shared_regions import (
-    all_reduction,
-    gather,
-    launched,
-    reduced,
+    all_reduction_of,
+    gather_of,
+    launch_reduction,
+    launch_whole_or_in_spans,
 )
 from fullshard.comm.same_host.shared_signals import MessageKind
 from fullshard.comm.transports.contribution import Contribution, Rows, Span
@@ -38,8 +38,8 @@ class SharedMemoryTransport(Transport):
 
     Each rank writes what the others need once, and they read it from there: a gather moves no byte
     twice, and a reduction adds in rank order, bf16 and fp16 in fp32, so that its result does not
-    depend on timing. Asynchronous collectives write at the call and read in ``wait()``; those that
-    need more than 16 MiB for each other rank are over when the call returns.
+    depend on timing. Asynchronous collectives write at the call and read in ``wait()``; those of
+    more than about 16 MiB are over when the call returns.
 
     The first collective of a process group sets up its memory, and so does a larger one than any
     before; it is freed with the process group. No memory stays allocated after the ranks end, for
@@ -67,8 +67,8 @@ class SharedMemoryTransport(Transport):
         if input.numel() == 0:
             return None
         group = shared_group(process_group)
-        unit, make = world_size * input.element_size(), partial(gather, group, output, input)
-        return awaited(launched(group, input.numel(), unit, make), async_op)
+        unit, make = world_size * input.element_size(), partial(gather_of, group, output, input)
+        return awaited(launch_whole_or_in_spans(group, input.numel(), unit, make), async_op)
 
     def open_shared_buffer(self, process_group: dist.ProcessGroup, nbytes: int) -> SharedBuffer:
         """New memory of ``nbytes`` that every rank maps, for gathers in place. A collective call.
@@ -105,7 +105,7 @@ class SharedMemoryTransport(Transport):
         group = shared_group(process_group)
         rows = (Rows(0, 0, input.detach().view(world_size, -1)),)
         given = Span(rows=rows, dtype=input.dtype, rank=group.rank, numel=output.numel())
-        return awaited(reduced(group, lambda: output, given, op), async_op)
+        return awaited(launch_reduction(group, lambda: output, given, op), async_op)
 
     def parts_reducer(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
@@ -131,7 +131,7 @@ class SharedMemoryTransport(Transport):
             PeerLostError: as ``all_gather``.
         """
         check_reduction(op, contribution.dtype)
-        return reduced(shared_group(process_group), allocate, contribution, op)
+        return launch_reduction(shared_group(process_group), allocate, contribution, op)
 
     def all_reduce(
         self,
@@ -158,8 +158,8 @@ class SharedMemoryTransport(Transport):
             return None
         group = shared_group(process_group)
         unit = group.world_size * tensor.element_size()
-        make = partial(all_reduction, group, tensor.detach().view(-1), op)
-        return awaited(launched(group, tensor.numel(), unit, make), async_op)
+        make = partial(all_reduction_of, group, tensor.detach().view(-1), op)
+        return awaited(launch_whole_or_in_spans(group, tensor.numel(), unit, make), async_op)
 
     def exchange(
         self,

@@ -1,7 +1,8 @@
 """The reads and writes of each kind of collective in its region of shared memory.
 
-``launched`` launches one, ``gather``, ``reduced`` and ``all_reduction`` say which. ``shared_group``
-knows when a region may be written; ``contribution`` knows the positions of gradients.
+``gather_of``, ``_reduction_of`` and ``all_reduction_of`` describe a collective, and
+``launch_whole_or_in_spans`` launches it. ``shared_group`` knows when a region may be written;
+``contribution`` knows the positions of gradients.
 
 [Note: spans] A collective that needs much room travels in spans of the numbers, which follow each
 other through a few slots of one small region. A rank alternately writes a span, reads another span,
@@ -28,14 +29,15 @@ from fullshard.comm.same_host.shared_signals import SPANS, MessageKind, Peer
 from fullshard.comm.transports.contribution import Contribution, Span
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
 
-__all__ = ["all_reduction", "gather", "launched", "reduced"]
+__all__ = ["all_reduction_of", "gather_of", "launch_reduction", "launch_whole_or_in_spans"]
 
-_WHOLE = 16 << 20  # bytes for each other rank, up to which a collective is launched as one
-_SPAN = 1 << 20  # the same of each span of a larger one
+# Bytes of a region divided by the number of other ranks: for a reduction, what one rank reduces.
+_WHOLE = 16 << 20  # up to which a collective is launched as one
+_SPAN = 1 << 20  # of each span of a larger one
 _AHEAD = 2  # spans
 
 
-def launched(
+def launch_whole_or_in_spans(
     group: SharedGroup,
     numel: int,
     unit: int,
@@ -92,7 +94,7 @@ def _has_done(spans: int, peer: Peer) -> bool:
     return peer.has_left_buffer(SPANS, spans)
 
 
-def gather(
+def gather_of(
     group: SharedGroup, output: torch.Tensor, input: torch.Tensor, start: int, numel: int
 ) -> SharedCollective:
     """Return a gather of the ``numel`` numbers from ``start`` on: a region of a part per rank."""
@@ -121,7 +123,7 @@ def gather(
     )
 
 
-def reduced(
+def launch_reduction(
     group: SharedGroup,
     allocate: Callable[[], torch.Tensor],
     given: Contribution | Span,
@@ -140,20 +142,20 @@ def reduced(
 
     def make(start: int, numel: int) -> SharedCollective:
         if numel == given.numel:
-            return _reduction(group, allocate, given, op)
+            return _reduction_of(group, allocate, given, op)
         part = given.span(start, numel)
         memory = functools.partial(_part_of, result, start, numel)
-        return _reduction(group, memory, part, op)
+        return _reduction_of(group, memory, part, op)
 
     unit = group.world_size * (group.world_size - 1) * given.dtype.itemsize
-    return launched(group, given.numel, unit, make)
+    return launch_whole_or_in_spans(group, given.numel, unit, make)
 
 
 def _part_of(result: Callable[[], torch.Tensor], start: int, numel: int) -> torch.Tensor:
     return result().view(-1).narrow(0, start, numel)
 
 
-def _reduction(
+def _reduction_of(
     group: SharedGroup,
     allocate: Callable[[], torch.Tensor],
     given: Contribution | Span,
@@ -195,7 +197,7 @@ def _reduction(
     )
 
 
-def all_reduction(
+def all_reduction_of(
     group: SharedGroup, tensor: torch.Tensor, op: ReduceOp, start: int, numel: int
 ) -> SharedCollective:
     """Return an all-reduce of a span: a region of a part per rank; each rank reduces all."""

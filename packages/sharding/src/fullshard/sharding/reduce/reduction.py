@@ -257,7 +257,7 @@ class ReductionQueue:
         self.launch_second()
         pending, self._pending, self._sealed = self._pending, [], 0
         self._travelling.clear()
-        waiting = list[tuple[_LaunchedReduction, ReducedShards]]()
+        waiting, lacking = list[tuple[_LaunchedReduction, ReducedShards]](), False
         for reduction in pending:
             if reduction.in_flight is None:
                 continue
@@ -265,9 +265,16 @@ class ReductionQueue:
             if reduction.gives_gradients and reduction.setup.settings.hook is not None:
                 _call_hook(reduction.setup, result.output)
             waiting.append((reduction, result))
-        for (reduction, result), used in zip(waiting, _read_masks(waiting), strict=True):
+            lacking |= reduction.used_here is not None
+        masks = _read_masks(waiting) if lacking else repeat(None)
+        for (reduction, result), used in zip(waiting, masks, strict=False):
             reduction.stage_out(result, used)
-        _wait_for_offloads(pending)
+        offloads = {}  # one wait for many gradients that travel home
+        for reduction in pending:
+            for key, offload in reduction.setup.offloads.items():
+                offloads[key, reduction.setup.config.device] = offload
+        for (_, device), offload in offloads.items():
+            offload.arrived(device)
         committed = list(map(_LaunchedReduction.commit, pending))
         if check is not None:
             check()
@@ -335,29 +342,17 @@ class RootComm:
 def _read_masks(
     reductions: Sequence[tuple[_LaunchedReduction, ReducedShards]],
 ) -> list[Sequence[bool] | None]:
-    """Return, per reduction, which parameters any rank had a gradient for; None: all of them.
+    """Return, per reduction, which parameters any rank had a gradient for, by one host copy.
 
-    The masks are read by one copy to the host, if this rank lacked any gradient.
+    None: all parameters, as this rank had a gradient for each.
     """
     lacking = [(each.used_here, result.mask) for each, result in reductions if each.used_here]
-    if not lacking:
-        return [None] * len(reductions)
     masks = [mask for _, mask in lacking if mask is not None]
     assert len(masks) == len(lacking), "every reduction of a group carries the mask"
     alike = [used for used_here, _ in lacking for used in used_here]
     flat = iter(host_values(torch.cat([mask > 0 for mask in masks]), alike))
     used_here = [each.used_here for each, _ in reductions]
     return [None if here is None else list(islice(flat, len(here))) for here in used_here]
-
-
-def _wait_for_offloads(reductions: Sequence[_LaunchedReduction]) -> None:
-    """Wait once for each policy and device for the gradients that travel home."""
-    offloads = {}
-    for reduction in reductions:
-        for key, offload in reduction.setup.offloads.items():
-            offloads[key, reduction.setup.config.device] = offload
-    for (_, device), offload in offloads.items():
-        offload.arrived(device)
 
 
 @torch.no_grad()
