@@ -29,6 +29,7 @@ from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import debug_mode, fully_shard
 from fullshard.sharding.hooks.lookup import the_state
 from support.apart import apart, private_memory
+from support.failing import failing
 from support.modules import Assembled, Residual
 from support.products import few
 from support.ranks import distributed
@@ -195,17 +196,12 @@ def _freezing(together: Any, alone: Any) -> None:
 
 
 def _raising(together: Any, alone: Any) -> None:
-    def fail(*args: Any) -> None:
-        raise KeyError("in the middle")
-
     for index in range(3):
         for model in (together, alone):
             step(model, index)
-            for register in ("register_forward_pre_hook", "register_full_backward_hook"):
-                handle = getattr(model.layers[2], register)(fail)
-                with pytest.raises(KeyError, match="in the middle"):
+            for backward in (False, True):
+                with failing(model.layers[2], backward=backward):
                     step(model, index)
-                handle.remove()
                 model.reset_iter_state()
         all_sharded(together)
         same_bits(together, alone)
@@ -236,6 +232,12 @@ PROGRAMS: dict[str, Callable[[Any, Any], None]] = {
     "freezing": _freezing,
     "raising": _raising,
     "keeping a graph": _keeping_a_graph,
+    "mixed precision": _training,
+    "offloaded": _training,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mixed precision": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "offloaded": {"offload_policy": CPUOffloadPolicy()},
 }
 
 
@@ -250,32 +252,17 @@ PROGRAMS: dict[str, Callable[[Any, Any], None]] = {
         "skipping",
         "raising",
         "keeping a graph",
+        *OPTIONS,
     ),
 )
 @distributed(2)
 def test_no_bit_differs_from_groups_that_are_alone(program: str) -> None:
     with apart() as mesh:
-        together, alone = pair(mesh=mesh)
+        together, alone = pair(mesh=mesh, **OPTIONS.get(program, {}))
         PROGRAMS[program](together, alone)
         assert launches_in(lambda: together(batch())) <= 5
         assert launches_in(lambda: together(batch())) == 1
         all_sharded(together)
-
-
-BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "mixed precision": {"mp_policy": BF16},
-    "offloaded": {"offload_policy": CPUOffloadPolicy()},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@distributed(2)
-def test_no_bit_differs_under_a_policy(options: str) -> None:
-    with apart() as mesh:
-        together, alone = pair(mesh=mesh, **OPTIONS[options])
-        _training(together, alone)
-        assert launches_in(lambda: together(batch())) == 1
 
 
 @distributed(2)

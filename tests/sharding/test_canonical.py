@@ -26,6 +26,7 @@ from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.hooks.lookup import the_state
 from fullshard.sharding.hooks.static_schedule import Event, Step, backward_steps, forward_steps
 from support.apart import private_memory
+from support.failing import failing
 from support.modules import Assembled
 from support.ranks import cpu_mesh, distributed
 from support.surface.ranks import everyone
@@ -374,46 +375,28 @@ def test_after_a_pass_that_raised_ranks_that_skipped_different_groups_train_on(
     where: str, shared: bool
 ) -> None:
     """They came to different places of the order."""
-
-    def fail(*_: object) -> None:
-        raise ArithmeticError
-
     plans, rank = ["vta", "ta"], dist.get_rank()
     with nullcontext() if shared else private_memory():
         net, plain = shard(), Net().double()
         for step in range(2):
-            if where == "forward":
-                hook = net.text[0].register_forward_hook(fail)
-            else:
-                hook = net.text[0].register_forward_hook(
-                    lambda _, args, out: out.register_hook(fail) and None
-                )
-            with pytest.raises(ArithmeticError):
+            with failing(net.text[0], backward=where == "backward"):
                 loss_of(net, rank, 7, plans[rank]).backward()
-            hook.remove()
             net.reset_iter_state()  # type: ignore[operator]  # a sharded module
             loss_of(net, rank, step, plans[rank]).backward()
-            for each, plan in enumerate(plans):
-                (loss_of(plain, each, step, plan) / 2).backward()
+            add_up(plain, plans, step)
     assert_gradients(net, plain)
 
 
 @distributed(2)
 def test_a_forward_that_raises_leaves_the_reductions_of_backwards_before_it() -> None:
     """They are under way, as no backward waited for them."""
-
-    def fail(*_: object) -> None:
-        raise ArithmeticError
-
     plans, rank = ["vta", "ta"], dist.get_rank()
     net, plain = shard(), Net().double()
     assert isinstance(net, FSDPModule)
     net.set_is_last_backward(False)
     loss_of(net, rank, 0, plans[rank]).backward()
-    hook = net.text[0].register_forward_hook(fail)
-    with pytest.raises(ArithmeticError):
+    with failing(net.text[0]):
         loss_of(net, rank, 7, plans[rank])
-    hook.remove()
     net.set_is_last_backward(True)
     loss_of(net, rank, 1, plans[rank]).backward()
     for step in range(2):
@@ -431,10 +414,6 @@ def test_after_a_backward_that_raised_gradients_are_accumulated_again(
 
     The setting may change before the forward, in which ranks issue what others did, or after it.
     """
-
-    def fail(*_: object) -> None:
-        raise ArithmeticError
-
     plans, rank = ["vta", "ta"], dist.get_rank()
     net, plain = shard(), Net().double()
     assert isinstance(net, FSDPModule)
@@ -443,10 +422,8 @@ def test_after_a_backward_that_raised_gradients_are_accumulated_again(
     loss_of(net, rank, 0, plans[rank]).backward()
     net.set_requires_gradient_sync(True)
     part = [net.vision[0], net.text[1]][rank]  # rank 0 reduces more groups
-    hook = part.register_forward_hook(lambda _, args, out: out.register_hook(fail) and None)
-    with pytest.raises(ArithmeticError):
+    with failing(part, backward=True):
         loss_of(net, rank, 7, plans[rank]).backward()
-    hook.remove()
     with nullcontext() if keeps else pytest.warns(RuntimeWarning, match="are dropped"):
         net.reset_iter_state()
     for step in (1, 2):
@@ -466,18 +443,12 @@ def test_on_two_axes_ranks_that_raised_at_different_places_train_on(
     placements: ShardingPlacements | None,
 ) -> None:
     """Each has launched as many second reductions, and gathered as many compute shards."""
-
-    def fail(*_: object) -> None:
-        raise ArithmeticError
-
     rank, plans = dist.get_rank(), ["vta"] * 4
     options = {} if placements is None else {"placements": placements}
     net, plain = shard(mesh=cpu_mesh((2, 2), ("outer", "inner")), **options), Net().double()
     part = [net.vision[0], net.text[1], net.head, net.embed][rank]
-    hook = part.register_forward_hook(lambda _, args, out: out.register_hook(fail) and None)
-    with pytest.raises(ArithmeticError):
+    with failing(part, backward=True):
         loss_of(net, rank, 7, plans[rank]).backward()
-    hook.remove()
     net.reset_iter_state()  # type: ignore[operator]  # a sharded module
     loss_of(net, rank, 0, plans[rank]).backward()
     assert_gradients(net, add_up(plain, plans))

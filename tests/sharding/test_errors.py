@@ -23,23 +23,12 @@ from support.events.recorder import (
     group_of,
     ours,
 )
+from support.failing import Planned, fail, fail_in_backward, failing
 from support.modules import Assembled
 from support.ranks import distributed
 from support.surface.ranks import never_gathered
 
 RESHARD = pytest.mark.parametrize("reshard", [True, False, None])
-
-
-class Planned(Exception):
-    """The error that these tests raise on purpose."""
-
-
-def fail(*_: object) -> None:
-    raise Planned
-
-
-def fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-    output.register_hook(fail)
 
 
 ERRORS: dict[str, Callable[[Any], torch.utils.hooks.RemovableHandle]] = {
@@ -128,10 +117,8 @@ def test_a_good_step_follows_a_forward_that_raises_on_every_rank(
 def test_an_error_with_a_gather_in_flight_leaves_nothing_in_flight() -> None:
     net = make_net(ours)
     net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1], net.blocks[2]])
-    handle = net.blocks[0].up.register_forward_hook(fail)
-    with pytest.raises(Planned):
+    with failing(net.blocks[0].up):
         net(batch(seed=7))
-    handle.remove()
     states = [group_of(block).state for block in net.blocks]
     assert states == [ShardedState.SHARDED] * 3, "the end of the root's forward returns them"
     assert_good_step(net)
@@ -207,17 +194,6 @@ def test_a_backward_after_one_that_raised_still_puts_its_gradients_in_place() ->
 
 
 # -- reset_iter_state() by itself -----------------------------------------------------------------
-
-
-@distributed(2)
-def test_reset_iter_state_drops_gradients_that_were_not_reduced() -> None:
-    net = make_net(ours)
-    net.set_requires_gradient_sync(False)
-    net(batch(seed=7)).sum().backward()
-    net.set_requires_gradient_sync(True)
-    with pytest.warns(RuntimeWarning, match=r"without communication, are dropped in .*'blocks\.0'"):
-        net.reset_iter_state()
-    assert_good_step(net)
 
 
 @distributed(2)

@@ -17,7 +17,7 @@ from torch.distributed import fsdp as torch_fsdp
 
 from fullshard.sharding import fully_shard
 from fullshard.sharding.base.states import ShardedState
-from support.events.models import DIM, batch, leaf_batch, make_net
+from support.events.models import DIM, batch, make_net
 from support.events.recorder import (
     Recorder,
     Shard,
@@ -104,26 +104,20 @@ def test_without_synchronisation_each_backward_reshards_what_is_to_be_resharded(
     _finish(net, 0, 1)
 
 
+@pytest.mark.parametrize(
+    "synced", [(True, True), (True, False), (False, True), (True, False, True)]
+)
 @distributed(2)
-def test_with_synchronisation_each_backward_reduces_and_the_gradients_appear_at_the_end() -> None:
-    net = _by_hand(make_net(ours), synced=True)
-    recorder = record(net)
-    for seed in range(2):
-        _backward(net, seed)
-    assert recorder.reductions.count("blocks.1") == 2
-    assert not any(_left(net))
-    _finish(net, 0, 1)
-
-
-@pytest.mark.parametrize("synced", [(True, False), (False, True), (True, False, True)])
-@distributed(2)
-def test_synchronisation_may_change_between_the_backwards_of_a_step(
+def test_each_synchronised_backward_reduces_and_the_gradients_appear_at_the_end(
     synced: tuple[bool, ...],
 ) -> None:
     net = _by_hand(make_net(ours))
+    recorder = record(net)
     for seed, each in enumerate(synced):
         net.set_requires_gradient_sync(each)
         _backward(net, seed)
+    assert recorder.reductions.count("blocks.1") == sum(synced)
+    assert not any(_left(net))
     _finish(net, *range(len(synced)))
 
 
@@ -191,26 +185,17 @@ def test_gradients_that_are_set_after_a_backward_are_reduced_with_the_others() -
 
 
 @distributed(2)
-def test_a_handle_sets_the_gradients_when_it_is_waited_for() -> None:
-    net = _by_hand(make_net(ours), synced=True)
-    _backward(net, 0)
-    handle = net.finalize_backward(async_op=True)
-    assert not any(_left(net))
-    assert_all_returned(net)
-    handle.wait()
-    handle.wait()
-    assert_close_to(full_gradients(net), _wanted(0))
-
-
-@distributed(2)
 def test_a_handle_may_be_waited_for_after_the_next_backward() -> None:
     """The forward is refused by torch's own."""
     net = _by_hand(make_net(ours), synced=True)
     _backward(net, 0)
     first = net.finalize_backward(async_op=True)
+    assert not any(_left(net))
+    assert_all_returned(net)
     _backward(net, 1)
     second = net.finalize_backward(async_op=True)
     second.wait()
+    first.wait()
     first.wait()
     assert_close_to(full_gradients(net), _wanted(0, 1))
 
@@ -307,37 +292,6 @@ def test_in_the_middle_of_a_forward_or_backward_it_raises(call: str, backward: b
     net.reset_iter_state()
     _backward(net, 0)
     _finish(net, 0)
-
-
-@distributed(2)
-def test_reductions_of_backwards_that_ended_survive_one_that_raises() -> None:
-    net = _by_hand(make_net(ours), synced=True)
-    net(leaf_batch(seed=0)).square().sum().backward()
-
-    def fail(*_: object) -> None:
-        raise OSError("a broken disk")
-
-    handle = net.blocks[1].up.register_full_backward_hook(fail)
-    with pytest.raises(OSError, match="a broken disk"):
-        net(leaf_batch(seed=1)).square().sum().backward()
-    handle.remove()
-    net.reset_iter_state()
-    assert_close_to(full_gradients(net), _wanted(0))
-
-
-@distributed(2)
-def test_gradients_without_synchronisation_survive_too_if_asked() -> None:
-    net = _by_hand(make_net(ours))
-    net.set_keep_unsynced_gradients(True)
-    _backward(net, 0)
-    handle = net.blocks[1].register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        _backward(net, 1)
-    handle.remove()
-    net.reset_iter_state()
-    net.set_requires_gradient_sync(True)
-    _backward(net, 2)
-    _finish(net, 0, 2)
 
 
 # -- beside torch ---------------------------------------------------------------------------------

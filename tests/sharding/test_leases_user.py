@@ -30,6 +30,7 @@ from support.events.recorder import (
     shard_with_torch,
     unsharded,
 )
+from support.failing import failing
 from support.modules import Assembled
 from support.ranks import distributed
 
@@ -59,16 +60,6 @@ def test_a_module_that_runs_twice_in_a_forward_is_gathered_for_each() -> None:
     mine, _ = against_torch(lambda model, _: model(batch()).sum().backward(), make=make)
     first, second = "inside.blocks.0", "inside.blocks.1"
     assert mine.recorder.gathers == ["root", first, second, first, first, second, first]
-
-
-@distributed(2)
-def test_of_two_graphs_each_holds_the_groups_for_itself() -> None:
-    net = make_net(ours, reshard_after_forward=False)
-    first, second = net(batch(seed=1)), net(batch(seed=2))
-    del first
-    assert unsharded(net) == ["root", "0", "1", "2"]
-    second.sum().backward()
-    assert_all_returned(net)
 
 
 @pytest.mark.parametrize("reshard", [True, False, None])
@@ -270,20 +261,6 @@ def test_an_asynchronous_unshard_that_nobody_waits_for_can_be_resharded() -> Non
 # -- gradients off --------------------------------------------------------------------------------
 
 
-@distributed(2)
-def test_a_forward_without_gradients_stays_unsharded_until_the_parameters_change() -> None:
-    net = make_net(ours, reshard_after_forward=False)
-    recorder = record(net)
-    with torch.no_grad():
-        net(batch())
-        assert unsharded(net) == ["root", "0", "1", "2"]
-        net(batch())
-        assert recorder.gathers == gathered("root 0 1 2")
-        net.parameters_changed()
-        net(batch())
-    assert recorder.gathers == gathered("root 0 1 2 root 0 1 2")
-
-
 @pytest.mark.parametrize("reshard", [True, False, None])
 @distributed(2)
 def test_zero_grad_after_an_evaluation_clears_the_gradients_of_what_stayed_unsharded(
@@ -303,14 +280,8 @@ def test_zero_grad_after_an_evaluation_clears_the_gradients_of_what_stayed_unsha
 def test_only_a_forward_that_ran_stays_unsharded() -> None:
     net = make_net(ours, reshard_after_forward=False)
     net(batch()).sum().backward()
-
-    def fail(*_: object) -> None:
-        raise ArithmeticError
-
-    handle = net.blocks[1].down.register_forward_hook(fail)
-    with pytest.raises(ArithmeticError):
+    with failing(net.blocks[1].down):
         net(batch())
-    handle.remove()
     assert group_of(net.blocks[1]).state is ShardedState.SHARDED
     assert group_of(net).state is ShardedState.SHARDED
 

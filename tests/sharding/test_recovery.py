@@ -6,6 +6,8 @@ import copy
 import itertools
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -28,7 +30,9 @@ from fullshard.comm.collectives.gather import FullTensors
 from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard, unsharded
+from support.failing import Planned, fail, failing
 from support.modules import Assembled
+from support.products import few
 from support.ranks import cpu_mesh, distributed
 
 
@@ -65,23 +69,15 @@ def test_a_copy_out_that_raises_on_every_rank_leaves_a_model_that_can_be_reset()
 
 
 def _run_stack(model: Any, x: torch.Tensor) -> torch.Tensor:
-    x = torch.tanh(model.layers[0](x))
-    if model.raises and x.requires_grad:
-        x.register_hook(_raise)
-    for layer in list(model.layers)[1:]:
+    for layer in model.layers:
         x = torch.tanh(layer(x))
     return x
 
 
-def _raise(gradient: torch.Tensor) -> None:
-    raise RuntimeError("out of memory, say")
-
-
 def _stack(**options: Any) -> tuple[Any, nn.Module]:
-    """Layers of which the first raises in its backward when told to, on every rank."""
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-    net: Any = Assembled(_run_stack, layers=layers, raises=False)
+    net: Any = Assembled(_run_stack, layers=layers)
     plain = copy.deepcopy(net)
     for layer in net.layers:
         fully_shard(layer, **options)
@@ -111,15 +107,13 @@ def _batch(micro: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * micro + rank))
 
 
-def _backward(net: Any, micro: int) -> None:
-    net(_batch(micro, dist.get_rank())).sum().backward()
+def _backward(net: Any, micro: int, *, leaf: bool = False) -> None:
+    net(_batch(micro, dist.get_rank()).requires_grad_(leaf)).sum().backward()
 
 
 def _fail(net: Any) -> None:
-    net.raises = True
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with failing(net.layers[0], backward=True):
         _backward(net, 99)
-    net.raises = False
 
 
 def _assert_gradients_of(net: Any, plain: nn.Module, *micros: int) -> None:
@@ -131,38 +125,95 @@ def _assert_gradients_of(net: Any, plain: nn.Module, *micros: int) -> None:
         torch.testing.assert_close(param.grad.full_tensor(), whole.grad)
 
 
-@pytest.mark.parametrize("waits", [True, False])
-@distributed(2)
-def test_sharded_gradients_of_micro_batches_before_an_error_survive_it(waits: bool) -> None:
-    net, plain = _stack()
-    net.set_is_last_backward(waits)
-    _backward(net, 0)
-    _backward(net, 1)
-    _fail(net)
-    net.reset_iter_state()
-    net.set_is_last_backward(True)
-    _backward(net, 2)
-    _assert_gradients_of(net, plain, 0, 1, 2)
+SYNC, WAITS = "set_requires_gradient_sync", "set_is_last_backward"
+ALL_REDUCE = "set_requires_all_reduce"
 
 
-@pytest.mark.parametrize("fails_synchronised", [True, False])
-@distributed(2)
-def test_unless_the_user_asked_to_keep_them(fails_synchronised: bool) -> None:
-    net, plain = _stack()
-    net.set_keep_unsynced_gradients(True)
-    net.set_requires_gradient_sync(False)
-    _backward(net, 0)
-    _backward(net, 1)
-    net.set_requires_gradient_sync(fails_synchronised)
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """A step of which a backward raises after two others, and what becomes of their gradients.
+
+    Attributes:
+        off: settings that are off for the two.
+        off_too: those that are off for the one that raises, too.
+        keeps: whether the user asked to keep what was not communicated.
+        survive: whether the gradients of the two reach the end of the step.
+        by_hand: whether backwards are finished by hand, once.
+    """
+
+    off: tuple[str, ...] = ()
+    off_too: tuple[str, ...] = ()
+    keeps: bool = False
+    survive: bool = True
+    by_hand: bool = False
+
+
+ON_SHARDS = {
+    "reduced": Given(),
+    "not waited for": Given(off=(WAITS,)),
+    "not synchronised": Given(off=(SYNC,), survive=False),
+    "not synchronised, kept": Given(off=(SYNC,), keeps=True),
+    "not synchronised, kept, as the one that raises": Given(
+        off=(SYNC,), off_too=(SYNC,), keeps=True
+    ),
+    "reduced, finished by hand": Given(by_hand=True),
+    "not synchronised, kept, finished by hand": Given(off=(SYNC,), keeps=True, by_hand=True),
+}
+ON_REPLICAS = {
+    "within replicas": Given(off=(ALL_REDUCE,), survive=False),
+    "within replicas, kept": Given(off=(ALL_REDUCE,), keeps=True),
+    "within replicas, not waited for": Given(
+        off=(ALL_REDUCE, WAITS), off_too=(ALL_REDUCE, WAITS), survive=False
+    ),
+    "within replicas, not waited for, kept": Given(
+        off=(ALL_REDUCE, WAITS), off_too=(ALL_REDUCE, WAITS), keeps=True
+    ),
+}
+
+
+def _assert_survive(given: Given, **options: Any) -> None:
+    net, plain = _stack(**options)
+    net.set_keep_unsynced_gradients(given.keeps)
+    net.set_manual_backward_finalization(given.by_hand)
+    for method in given.off:
+        getattr(net, method)(False)
+    # what is finished by hand is reduced before only if its input needs a gradient
+    _backward(net, 0, leaf=given.by_hand)
+    _backward(net, 1, leaf=given.by_hand)
+    for method in given.off:
+        getattr(net, method)(method not in given.off_too)
     _fail(net)
-    net.reset_iter_state()
-    net.set_requires_gradient_sync(True)
+    with (
+        nullcontext()
+        if given.survive
+        else pytest.warns(RuntimeWarning, match=r"without communication, are dropped in .*'layers")
+    ):
+        net.reset_iter_state()
+    for method in given.off:
+        getattr(net, method)(True)
     _backward(net, 2)
-    _assert_gradients_of(net, plain, 0, 1, 2)
-    net.zero_grad()
-    plain.zero_grad()
+    if given.by_hand:
+        net.finalize_backward()
+    _assert_gradients_of(net, plain, *([0, 1] if given.survive else []), 2)
+    for each in (net, plain):
+        each.zero_grad()
+    net.set_manual_backward_finalization(False)
     _backward(net, 3)
     _assert_gradients_of(net, plain, 3)
+
+
+@pytest.mark.parametrize("name", ON_SHARDS)
+@distributed(2)
+def test_gradients_of_backwards_before_one_that_raises_survive_or_are_dropped_loudly(
+    name: str,
+) -> None:
+    _assert_survive(ON_SHARDS[name])
+
+
+@pytest.mark.parametrize("name", few(ON_REPLICAS, *list(ON_REPLICAS)[:3]))
+@distributed(4)
+def test_so_do_partial_results_of_a_hybrid_mesh(name: str) -> None:
+    _assert_survive(ON_REPLICAS[name], mesh=cpu_mesh((2, 2), ("replicate", "shard")))
 
 
 @distributed(2)
@@ -183,40 +234,11 @@ def test_in_the_reduce_dtype_if_that_is_another() -> None:
         assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor())
 
 
-@pytest.mark.cross
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("waits", [True, False])
-@distributed(4)
-def test_partial_results_of_a_hybrid_mesh_are_dropped_loudly_or_kept(
-    keep: bool, waits: bool
-) -> None:
-    net, plain = _stack(mesh=cpu_mesh((2, 2), ("replicate", "shard")))
-    net.set_keep_unsynced_gradients(keep)
-    net.set_requires_all_reduce(False)
-    net.set_is_last_backward(waits)
-    _backward(net, 0)
-    net.set_requires_all_reduce(waits)
-    _fail(net)
-    if keep:
-        net.reset_iter_state()
-    else:
-        with pytest.warns(RuntimeWarning, match="without communication, are dropped"):
-            net.reset_iter_state()
-    net.set_requires_all_reduce(True)
-    net.set_is_last_backward(True)
-    _backward(net, 1)
-    _assert_gradients_of(net, plain, *([0, 1] if keep else [1]))
-
-
 @distributed(2)
 def test_a_hook_that_raises_at_the_end_of_backward_loses_no_gradient() -> None:
     net, plain = _stack()
-
-    def hook(param: torch.Tensor) -> None:
-        raise RuntimeError("a hook of the user")
-
-    net.layers[2].weight.register_post_accumulate_grad_hook(hook)
-    with pytest.raises(RuntimeError, match="a hook of the user"):
+    net.layers[2].weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(Planned):
         _backward(net, 0)
     _assert_gradients_of(net, plain, 0)
 
@@ -295,16 +317,9 @@ AFTER_AN_ERROR: dict[str, Callable[[Any, nn.Module], None]] = {
 @pytest.mark.parametrize("what", AFTER_AN_ERROR)
 @distributed(2)
 def test_what_a_program_may_do_after_a_backward_that_raised(what: str) -> None:
-    def fail(gradient: torch.Tensor) -> None:
-        raise MemoryError
-
     net, plain = _recursive()
-    handle = net.layers[1].register_forward_pre_hook(
-        lambda _, args: args[0].register_hook(fail) and None
-    )
-    with pytest.raises(MemoryError):
+    with failing(net.layers[0], backward=True):
         net(_batch(7, dist.get_rank())).sum().backward()
-    handle.remove()
     with pytest.warns(RuntimeWarning, match="did not finish"):
         AFTER_AN_ERROR[what](net, plain)
     _assert_step_of_both(net, plain, 0)
