@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from fullshard.sharding import (
 from fullshard.wire import Quantised, WirePolicy
 from support.apart import private_memory
 from support.events.recorder import group_of
+from support.failing import failing
 from support.modules import Assembled
 from support.parity.compare import assert_equal, full, gradients_of, parameters_of, rounding
 from support.parity.engines import OURS, shard, tell
@@ -128,31 +130,83 @@ def test_mixed_precision_equals_its_definition(name: str) -> None:
     assert_equal(gradients_of(model), want, rounding(4, steps=2), "gradients")
 
 
-@pytest.mark.parametrize("name", few(PLACEMENTS, "ZeRO-1", "inner", "full, inner"))
-@distributed(4)
-def test_parameters_of_all_kinds(name: str) -> None:
+# -- parameters that not every backward reaches ---------------------------------------------------
+
+
+def _of_all_kinds() -> Any:
     """One of no dim, one that is frozen, one that no forward uses, one of fewer rows than ranks."""
-    torch.manual_seed(0)
-    whole = Assembled(
-        lambda m, x: (m.linear(x) * m.scale * m.few) @ m.frozen,
+    return Assembled(
+        lambda m, x, index: (m.linear(x) * m.scale * m.few) @ m.frozen,
         linear=nn.Linear(6, 7),
         scale=nn.Parameter(torch.tensor(1.5)),
         frozen=nn.Parameter(torch.ones(7, 2), requires_grad=False),
         unused=nn.Parameter(torch.ones(5)),
         few=nn.Parameter(torch.ones(1, 7)),
-    ).double()
+    )
+
+
+def _with_a_layer_of_the_first() -> Any:
+    """The first micro-batch alone uses the layer in the middle."""
+    return Assembled(
+        lambda m, x, index: m.last(m.first(x) if index else m.middle(m.first(x))),
+        **{name: nn.Linear(6, 6) for name in ("first", "middle", "last")},
+    )
+
+
+def _of_two_layers() -> Any:
+    layers = {name: nn.Linear(6, 6) for name in ("first", "last")}
+    return Assembled(lambda m, x, index: m.last(m.first(x)), **layers)
+
+
+REACHED: dict[str, Callable[[], Any]] = {
+    "of all kinds": _of_all_kinds,
+    "a layer of the first": _with_a_layer_of_the_first,
+    "trained in the first": _of_two_layers,
+    "trained in the others": _of_two_layers,
+}
+TRAINS_FIRST = {"trained in the first": True, "trained in the others": False}
+"""Whether a weight trains in the first micro-batch alone, or in the others alone."""
+BY_HAND, SYNC = "HSDP by hand", "not synchronised"
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    few(
+        product(REACHED, [*PLACEMENTS, BY_HAND, SYNC]),
+        *product(["of all kinds"], ["ZeRO-1", "inner", "full, inner"]),
+        *product(["a layer of the first"], ["ZeRO-1", "inner", "full, inner", BY_HAND]),
+        *product(TRAINS_FIRST, ["ZeRO-1", "inner", BY_HAND, SYNC]),
+        together=True,
+    ),
+)
+@distributed(4)
+def test_parameters_that_some_backwards_do_not_reach_have_the_gradients_of_all(
+    made: str, name: str
+) -> None:
+    torch.manual_seed(0)
+    whole = REACHED[made]().double()
     model: Any = copy.deepcopy(whole)
-    fully_shard(model, mesh=mesh_of(), placements=PLACEMENTS[name])
-    for index in range(2):
-        batch = torch.randn(
-            8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(index)
-        )
-        out = model(batch[my_rows()])
-        model.set_is_last_backward(index == 1)
-        out.square().mean().backward()
-        whole(batch).square().mean().backward()
-    assert model.unused.grad is None  # no rank used it
-    assert_equal(gradients_of(model), gradients_of(whole), rounding(4, steps=2), "gradients")
+    placements = PLACEMENTS.get(name, P.zero(3) if name == SYNC else None)
+    for each in (*model.children(), model):
+        fully_shard(each, mesh=mesh_of(), placements=placements)
+    announce = {
+        BY_HAND: model.set_requires_all_reduce,
+        SYNC: model.set_requires_gradient_sync,
+    }.get(name, model.set_is_last_backward)
+    for step in range(2):
+        for index in range(3):
+            generator = torch.Generator().manual_seed(3 * step + index)
+            batch = torch.randn(8, 6, dtype=torch.float64, generator=generator)
+            for each in (whole, model) if made in TRAINS_FIRST else ():
+                each.last.weight.requires_grad_((index == 0) is TRAINS_FIRST[made])
+            whole(batch, index).square().mean().backward()
+            out = model(batch[my_rows()], index)
+            announce(index == 2)
+            out.square().mean().backward()
+        allowed = rounding(4, steps=3)
+        assert_equal(gradients_of(model), gradients_of(whole), allowed, f"gradients, step {step}")
+        model.zero_grad()
+        whole.zero_grad()
 
 
 # -- what is communicated, and what is held -------------------------------------------------------
@@ -341,19 +395,12 @@ def test_local_accumulation_and_a_backward_that_raises(name: str) -> None:
     pair.backward(1)
     pair.check()
     pair.step()
-    last: Any = model.get_submodule("last")
-    handle = last.register_full_backward_pre_hook(_raise)
-    with pytest.raises(ArithmeticError, match="planted"):
+    with failing(model.get_submodule("last"), backward=True):
         pair.losses(2)[0].backward()
-    handle.remove()
     model.reset_iter_state()
     pair.backward(3)
     pair.step()
     pair.check()
-
-
-def _raise(*_: object) -> None:
-    raise ArithmeticError("planted")
 
 
 @pytest.mark.parametrize("name", few(["ZeRO-2", "inner", "outer"], "inner", "ZeRO-2"))
@@ -513,33 +560,6 @@ def test_ranks_with_different_placements_are_told_which() -> None:
         model(torch.ones(1, 4))
 
 
-@pytest.mark.parametrize("name", ["ZeRO-1", "inner", "full, inner", "HSDP by hand"])
-@distributed(4)
-def test_a_layer_that_only_an_earlier_micro_batch_used_gets_its_gradient(name: str) -> None:
-    torch.manual_seed(0)
-    whole = Assembled(
-        lambda m, x, uses_middle: m.last(m.middle(m.first(x)) if uses_middle else m.first(x)),
-        **{name: nn.Linear(6, 6) for name in ("first", "middle", "last")},
-    ).double()
-    model: Any = copy.deepcopy(whole)
-    by_hand = name == "HSDP by hand"
-    for each in (model.first, model.middle, model.last, model):
-        fully_shard(each, mesh=mesh_of(), placements=None if by_hand else PLACEMENTS[name])
-    for step in range(2):
-        for index in range(2):
-            generator = torch.Generator().manual_seed(2 * step + index)
-            batch = torch.randn(8, 6, dtype=torch.float64, generator=generator)
-            whole(batch, index == 0).square().mean().backward()
-            out = model(batch[my_rows()], index == 0)
-            announce = model.set_requires_all_reduce if by_hand else model.set_is_last_backward
-            announce(index == 1)
-            out.square().mean().backward()
-        allowed = rounding(4, steps=2)
-        assert_equal(gradients_of(model), gradients_of(whole), allowed, f"gradients, step {step}")
-        model.zero_grad()
-        whole.zero_grad()
-
-
 @pytest.mark.parametrize("name", ["ZeRO-1", "ZeRO-2", "inner", "not synchronised"])
 @distributed(4)
 def test_a_step_is_given_up_between_its_backwards(name: str) -> None:
@@ -561,38 +581,6 @@ def test_a_step_is_given_up_between_its_backwards(name: str) -> None:
     announce(True)
     pair.backward(1)
     pair.check()
-
-
-@pytest.mark.parametrize("trains_first", [True, False])
-@pytest.mark.parametrize("name", ["ZeRO-1", "inner", "HSDP by hand", "not synchronised"])
-@distributed(4)
-def test_a_parameter_that_trains_in_a_part_of_a_step_gets_its_gradient(
-    name: str, trains_first: bool
-) -> None:
-    """As in the unsharded model, also the other parameters of its group get all of theirs."""
-    torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
-    model: Any = copy.deepcopy(whole)
-    placements = P.zero(3) if name == "not synchronised" else PLACEMENTS.get(name)
-    for each in (*model, model):
-        fully_shard(each, mesh=mesh_of(), placements=placements)
-    announce = {
-        "HSDP by hand": model.set_requires_all_reduce,
-        "not synchronised": model.set_requires_gradient_sync,
-    }.get(name, model.set_is_last_backward)
-    for step in range(2):
-        for index in range(3):
-            for each in (whole, model):
-                each[1].weight.requires_grad_((index == 0) is trains_first)
-            generator = torch.Generator().manual_seed(3 * step + index)
-            batch = torch.randn(8, 6, dtype=torch.float64, generator=generator)
-            whole(batch).square().mean().backward()
-            announce(index == 2)
-            model(batch[my_rows()]).square().mean().backward()
-        allowed = rounding(4, steps=3)
-        assert_equal(gradients_of(model), gradients_of(whole), allowed, f"gradients, step {step}")
-        model.zero_grad()
-        whole.zero_grad()
 
 
 @pytest.mark.parametrize("name", ["ZeRO-2", "hpZ", "inner"])

@@ -87,23 +87,34 @@ def _plain(tensor: Any) -> list[torch.Tensor]:
 
 
 KINDS: dict[str, tuple[Any, Any]] = {
+    "two tensors": (two_tensors, two_tensors_hooked),
     "bfloat16": (BFloat16Travel, nullcontext),
     "int8 and a scale": (Int8Travel, nullcontext),
-    "two tensors": (two_tensors, two_tensors_hooked),
     "two tensors, mesh only": (two_tensors, lambda: two_tensors_hooked(mesh_only=True)),
 }
 
 
+HOW: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "resharded": lambda policy: {"reshard_after_forward": True},
+    "kept": lambda policy: {"reshard_after_forward": False},
+    "mixed": lambda policy: {"mp_policy": policy(torch.bfloat16, torch.float32)},
+    "reduced in fp32": lambda policy: {"mp_policy": policy(None, torch.float32)},
+}
+
+
 @pytest.mark.cross
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("kind", few(KINDS, "bfloat16", "two tensors"))
+@pytest.mark.parametrize("how", few(HOW, "resharded", "kept", "mixed"))
+@pytest.mark.parametrize("kind", few(KINDS, "two tensors", "bfloat16"))
 @distributed(2)
-def test_training_equals_torchs_own_bit_for_bit(kind: str, reshard: bool) -> None:
+def test_training_equals_torchs_own_bit_for_bit(kind: str, how: str) -> None:
     wrap, patched = KINDS[kind]
     results = []
     with patched():
-        for engine in (fully_shard, torch_fsdp.fully_shard):
-            net = _shard(_net(wrap), engine, reshard_after_forward=reshard)
+        for engine, policy in (
+            (fully_shard, MixedPrecisionPolicy),
+            (torch_fsdp.fully_shard, torch_fsdp.MixedPrecisionPolicy),
+        ):
+            net = _shard(_net(wrap), engine, **HOW[how](policy))
             results.append([*_train(net), *(each for p in net.parameters() for each in _plain(p))])
     assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
 
@@ -153,21 +164,6 @@ def test_it_stays_where_it_is_cut_for_the_post_forward_mesh() -> None:
         net = _shard(_net(wrap), reshard_after_forward=2)
         losses.append(_train(net))
     assert all(map(torch.equal, *losses))
-
-
-@pytest.mark.parametrize("param_dtype", few([None, torch.bfloat16], torch.bfloat16))
-@distributed(2)
-def test_mixed_precision_equals_torchs_own(param_dtype: torch.dtype | None) -> None:
-    results = []
-    with two_tensors_hooked():
-        for engine, policy in (
-            (fully_shard, MixedPrecisionPolicy),
-            (torch_fsdp.fully_shard, torch_fsdp.MixedPrecisionPolicy),
-        ):
-            mixed = policy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-            net = _shard(_net(two_tensors), engine, mp_policy=mixed)
-            results.append([*_train(net), *(each for p in net.parameters() for each in _plain(p))])
-    assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
 
 
 @pytest.mark.cross
