@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import itertools
 import mmap
 import os
 import pickle
@@ -42,7 +43,14 @@ from fullshard.optim.tiers.staging import Staging
 from fullshard.optim.tiers.state_file import StateFile
 from fullshard.optim.tiers.stored import StoredState
 from fullshard.sharding import fully_shard
-from support.optim.offloaded import PROGRAMS, adamw, assert_equal_runs, part
+from support.optim.offloaded import (
+    PROGRAMS,
+    adamw,
+    assert_equal_runs,
+    assert_on_host,
+    on_host,
+    part,
+)
 from support.optim.wide import Wide
 from support.parity.compare import full
 from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks
@@ -77,17 +85,31 @@ def assert_in_file(optimizer: OffloadedOptimizer) -> None:
 # -- the same steps -------------------------------------------------------------------------------
 
 
+TIERS: dict[str, Callable[..., OffloadedOptimizer]] = {"files": in_files, "host": on_host}
+
+
 @pytest.mark.device(paces=True)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    ("tier", "name"),
+    [pair for pair in itertools.product(TIERS, PROGRAMS) if pair != ("host", "offload")],
+)
 @distributed(2)
-def test_steps_equal_those_of_the_wrapped_optimizer_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_steps_equal_those_of_the_wrapped_optimizer_to_the_bit(
+    tier: str, name: str, tmp_path: Path
+) -> None:
     program = PROGRAMS[name]
     mine, theirs = (sharded(build(), **program.arguments) for _ in range(2))
-    one, other = in_files(program.make(mine), tmp_path), program.make(theirs)
+    one, other = TIERS[tier](program.make(mine), tmp_path), program.make(theirs)
     program.run(mine, one, range(STEPS))
     program.run(theirs, other, range(STEPS))
     assert_equal_runs(mine, one, theirs, other)
-    assert_in_file(one)
+    if tier == "files":
+        assert_in_file(one)
+    elif next(mine.parameters()).device.type == "cpu":
+        assert one.statistics.bytes_read == one.statistics.bytes_written == 0
+    else:
+        assert_on_host(one)
+        assert (one.statistics.bytes_written > 0) == any(one.state.values())
 
 
 def test_a_model_that_is_not_sharded_steps_alike(tmp_path: Path) -> None:
@@ -301,15 +323,27 @@ CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("tier", "name"),
+    [
+        *(("files", name) for name in CHANGES),
+        *(
+            pytest.param("host", name, marks=pytest.mark.device(paces=True))
+            for name in CHANGES
+            if name != "other memory"
+        ),
+    ],
+)
 @distributed(2)
-def test_what_a_user_changes_in_the_state_is_stepped(name: str, tmp_path: Path) -> None:
+def test_what_a_user_changes_in_the_state_is_stepped(tier: str, name: str, tmp_path: Path) -> None:
     mine, theirs = sharded(build()), sharded(build())
-    one, other = in_files(adamw(mine), tmp_path), adamw(theirs)
+    one, other = TIERS[tier](adamw(mine), tmp_path), adamw(theirs)
     for model, optimizer in ((mine, one), (theirs, other)):
         train(model, optimizer, range(1))
-        for state in list(optimizer.state.values())[::2]:
+        for param, state in list(optimizer.state.items())[::2]:
             CHANGES[name](state)
+            if (tier, name) == ("host", "another tensor"):  # made of state on the host
+                state["exp_avg"] = state["exp_avg"].to(param.device)
         train(model, optimizer, range(1, 3))
     assert_equal_runs(mine, one, theirs, other)
 

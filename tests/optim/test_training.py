@@ -232,18 +232,6 @@ def test_a_closure_is_run_once_and_its_loss_returned(make: Maker) -> None:
     assert not torch.equal(full_values(model)["head.weight"], before["head.weight"])
 
 
-@distributed(2)
-def test_an_optimizer_built_before_sharding_steps_the_shards() -> None:
-    early, late = Small(), _sharded()
-    optimizer = _muon(early)
-    fully_shard(early, mesh=cpu_mesh())
-    other = _muon(late)
-    for model, each in ((early, optimizer), (late, other)):
-        loss_of(model, _rows(batch(0))).backward()
-        each.step()
-    _assert_close(early, late, 1)
-
-
 def test_groups_leave_embeddings_and_what_is_named_and_what_is_no_matrix_to_adamw() -> None:
     model = Small()
     matrices, rest = matrix_groups(model, exclude=["head.*"], adamw={"lr": 3.0})

@@ -19,7 +19,7 @@ from fullshard.policies import CPUOffloadPolicy
 from fullshard.sharding import NoOffload, fully_shard
 from support.apart import private_memory
 from support.parity.compare import EXACT, assert_equal, rounding
-from support.parity.engines import TORCH, shard
+from support.parity.engines import TORCH, shard, tell
 from support.parity.models import CASES, build
 from support.parity.reference import Pair, compare, my_rows, rows_of, train, whole_batch
 from support.products import few
@@ -74,11 +74,17 @@ class Recorded(NoOffload):
     Attributes:
         done: what was asked, in order.
         stored: where the shards are that it stored.
+        homes: for which devices it was asked where parameters live.
     """
 
     done: list[str] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
+    homes: list[torch.device] = field(default_factory=list)
     travelling: list[Callable[[], object]] = field(default_factory=list)
+
+    def home(self, device: torch.device) -> torch.device:
+        self.homes.append(device)
+        return device
 
     def store(self, shard: torch.Tensor) -> torch.Tensor:
         if shard.is_meta or shard.data_ptr() in self.stored:
@@ -116,18 +122,33 @@ def _pair(policy: Any, **options: Any) -> Pair:
     return Pair(CASES[NAME], model)
 
 
-@distributed(2)
-def test_each_gather_has_a_copy_of_its_own_and_gradients_of_a_backward_travel_together() -> None:
+@pytest.mark.cross
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(2, 1, 4, matrix=[4])
+def test_each_gather_has_a_copy_of_its_own_and_gradients_of_a_backward_travel_together(
+    reshard: bool,
+) -> None:
     policy = Recorded()
-    pair = _pair(policy, reshard_after_forward=True)
-    params = len(list(pair.whole.parameters()))
-    for step in range(4):  # every second one adds to a gradient that is there
+    pair = _pair(policy, reshard_after_forward=reshard)
+    params: list[Any] = list(pair.model.parameters())
+    count = len(params)
+    shards = [param.to_local().data_ptr() for param in params if param.to_local().numel()]
+    assert list(filter(None, policy.stored)) == shards  # each was stored once, and lives there
+    assert set(policy.homes) == {params[0].to_local().device}
+    for step in range(5):  # every second one adds to a gradient that is there
         policy.done.clear()
         pair.backward(step)
-        assert policy.done.count("in") == 2 * params  # in forward and in backward
-        assert [each for each in policy.done if each != "in"] == ["out"] * params + ["arrived"]
+        # once for a gather: in forward, and in backward if it gathers again
+        assert policy.done.count("in") == (2 if reshard else 1) * count
+        assert [each for each in policy.done if each != "in"] == ["out"] * count + ["arrived"]
         if step % 2:
             pair.step()
+    tell(pair.model, "set_requires_gradient_sync", False)
+    policy.done.clear()
+    pair.backward(5)
+    assert "out" not in policy.done, "of what is only accumulated"
+    tell(pair.model, "set_requires_gradient_sync", True)
+    pair.backward(6)
     pair.check()
 
 

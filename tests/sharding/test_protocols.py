@@ -20,9 +20,6 @@ from fullshard.sharding import (
     ReverseOrderPrefetch,
     require,
 )
-from support.ranks import distributed
-from support.surface.model import batch, build, sharded, train
-from support.surface.ranks import full_parameters
 
 MEMBERS = {
     PrecisionPolicy: {
@@ -135,78 +132,6 @@ def test_the_default_policies_are_frozen_and_equal_by_value(kind: type[Any]) -> 
 
 
 # -- offload --------------------------------------------------------------------------------------
-
-
-class CountingOffload:
-    """Keeps shards in memory of its own and counts what is asked of it."""
-
-    def __init__(self) -> None:
-        self.homes: list[torch.device] = []
-        self.stored: list[torch.Tensor] = []
-        self.staged_in: list[tuple[int, ...]] = []
-        self.staged_out: list[tuple[int, ...]] = []
-
-    def home(self, device: torch.device) -> torch.device:
-        self.homes.append(device)
-        return device
-
-    def store(self, shard: torch.Tensor) -> torch.Tensor:
-        self.stored.append(shard.clone())
-        return self.stored[-1]
-
-    def stage_in(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-        assert device.type == "cpu"
-        self.staged_in.append(tuple(shard.shape))
-        return shard.clone()
-
-    def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
-        self.staged_out.append(tuple(gradient.shape))
-        return gradient.clone()
-
-    def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return tensor
-
-    def arrived(self, device: torch.device) -> None:
-        assert device.type == "cpu"
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("reshard", [True, False])
-@distributed(2, 1, 4, matrix=[4])
-def test_an_offload_policy_is_asked_once_per_parameter_and_gather_and_once_per_gradient(
-    reshard: bool,
-) -> None:
-    offload = CountingOffload()
-    reference = build()
-    net = sharded(build(), offload_policy=offload, reshard_after_forward=reshard)
-    params = list(net.parameters())
-    assert len(offload.stored) == len(params)
-    assert {p.to_local().data_ptr() for p in params if p.to_local().numel()} == {  # type: ignore[attr-defined]  # DTensors
-        shard.data_ptr() for shard in offload.stored if shard.numel()
-    }
-    assert set(offload.homes) == {torch.device("cpu")}
-    offload.staged_in.clear()
-    ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, reference))
-    torch.testing.assert_close(train(net, ours, range(2)), train(reference, theirs, range(2)))
-    gathers = 2 * (2 if reshard else 1)  # two steps; gathered again in backward
-    assert len(offload.staged_in) == gathers * len(params)
-    assert len(offload.staged_out) == 2 * len(params)
-    shards = sorted(tuple(param.to_local().shape) for param in params)  # type: ignore[attr-defined]  # DTensors
-    assert sorted(offload.staged_out) == sorted(2 * shards)
-    for name, value in full_parameters(net).items():
-        torch.testing.assert_close(value, reference.get_parameter(name).detach())
-
-
-@distributed(2)
-def test_an_offload_policy_is_not_asked_for_gradients_that_are_only_accumulated() -> None:
-    offload = CountingOffload()
-    net: Any = sharded(build(), offload_policy=offload)
-    net.set_requires_gradient_sync(False)
-    net(batch()).sum().backward()
-    assert offload.staged_out == []
-    net.set_requires_gradient_sync(True)
-    net(batch()).sum().backward()
-    assert len(offload.staged_out) == len(list(net.parameters()))
 
 
 def test_a_precision_that_casts_nothing_says_so_unless_a_subclass_answers_for_itself() -> None:

@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fullshard.comm.spi import can_pin
+from fullshard.optim import HostTier, OffloadedOptimizer
 from fullshard.policies import CPUOffloadPolicy, FileOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import clip_grad_norm_
 from support.surface.model import batch
@@ -106,6 +108,21 @@ def are_in_file(tensors: Iterable[Any], policy: FileOffloadPolicy) -> bool:
     """Whether this rank's part of each, if it has one, is in the file; some rank has one."""
     parts = [each for each in map(part, tensors) if each.numel()]
     return bool(parts) and all(policy._file.find(each) is not None for each in parts)
+
+
+def on_host(optimizer: Optimizer, *_: object) -> OffloadedOptimizer:
+    """``optimizer`` with all tensors of its state on the host, and one parameter per bucket."""
+    return OffloadedOptimizer(optimizer, HostTier(bucket_mb=1e-4, min_bytes=1))
+
+
+def assert_on_host(optimizer: OffloadedOptimizer) -> None:
+    """Every tensor of state with more than one element is on the host, page-locked if it can be."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            local = value.to_local() if isinstance(value, DTensor) else value
+            if local.numel() > 1:
+                assert local.device.type == "cpu"
+                assert local.is_pinned() == can_pin(local.device)
 
 
 def part(value: Any) -> torch.Tensor:
