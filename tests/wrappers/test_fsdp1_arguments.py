@@ -34,7 +34,6 @@ from support.fsdp1_fronts import (
     equal,
     full_state,
     hybrid_mesh,
-    steps_of,
     train,
 )
 from support.modules import Assembled, in_turn
@@ -181,15 +180,6 @@ def test_what_is_ignored_is_not_synchronised() -> None:
     head = {name: param.detach().clone() for name, param in net.head.named_parameters()}
     OURS.wrapped(net, sync_module_states=True, ignored_modules=[net.head])
     equal({name: param.detach() for name, param in net.head.named_parameters()}, head)
-
-
-@distributed(2, 4, matrix=[4])
-def test_flags_that_change_nothing_change_nothing() -> None:
-    expected = steps_of(OURS, OURS.wrapped())
-    for name in ("limit_all_gathers", "use_orig_params"):
-        for value in (True, False):
-            argument: dict[str, Any] = {name: value}
-            equal(steps_of(OURS, OURS.wrapped(**argument)), expected)
 
 
 @distributed(2, 4, matrix=[4])

@@ -18,9 +18,7 @@ from support.fsdp1_fronts import (
     TORCH,
     equal,
     full_state,
-    gradients,
     loss_of,
-    mean_gradients,
     quiet,
     rows,
     steps_of,
@@ -90,19 +88,6 @@ def test_instances_are_found_from_above_and_the_outermost_only_on_demand() -> No
     assert kind.fsdp_modules(nn.Linear(1, 1)) == []
     with pytest.raises(TypeError, match="module is a int"):
         kind.fsdp_modules(3)
-
-
-@distributed(2, 4, matrix=[4])
-def test_an_instance_that_ran_alone_is_taken_over_by_its_root() -> None:
-    model = OURS.wrapped()
-    assert model.blocks[0].check_is_root()
-    loss_of(model.blocks[0](rows(0))).backward()
-    model.zero_grad()
-    loss_of(model(rows(0))).backward()
-    assert model.check_is_root() and not model.blocks[0].check_is_root()
-    net = build()
-    mean_gradients(net)
-    equal(gradients(model), gradients(net))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

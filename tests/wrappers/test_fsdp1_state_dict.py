@@ -46,7 +46,6 @@ from support.fsdp1_fronts import (
     train,
     unsharded_steps,
 )
-from support.products import few
 from support.ranks import distributed
 from support.surface.model import build
 
@@ -251,14 +250,16 @@ def test_full_state_dicts_travel_between_unwrapped_sharded_ours_and_torchs() -> 
     equal(full_state(OURS, third), full_state(OURS, model))
 
 
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
+@pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
 @distributed(2, 4, matrix=[4])
-def test_a_checkpoint_in_shards_goes_through_files(kind: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_each_kind_goes_through_files(kind: str, tmp_path: Path) -> None:
     model = OURS.wrapped()
     optim = torch.optim.AdamW(model.parameters(), lr=0.05)
     train(model, 2, optimizer=_given(optim))
     with OURS.module.state_dict_type(model, StateDictType[kind]):
         saved = {"model": model.state_dict(), "optim": OURS.module.optim_state_dict(model, optim)}
+        moment = saved["optim"]["state"]["stem.weight"]["exp_avg"]
+        assert isinstance(moment, DTensor) is (kind != "FULL_STATE_DICT")
         dcp.save(saved, checkpoint_id=tmp_path)
     other = _zeroed(auto_wrap_policy=None)
     fresh = torch.optim.AdamW(other.parameters(), lr=0.05)
@@ -375,28 +376,6 @@ def test_a_kind_that_cannot_be_is_refused() -> None:
     kind.set_state_dict_type(model.blocks[0], StateDictType.LOCAL_STATE_DICT)
     with pytest.raises(RuntimeError, match="different kinds"):
         kind.get_state_dict_type(model)
-
-
-@pytest.mark.parametrize(
-    "kind", few([kind.name for kind in KINDS], "FULL_STATE_DICT", "SHARDED_STATE_DICT")
-)
-@distributed(2, 4, matrix=[4])
-def test_the_optimizers_state_is_of_the_same_kind(kind: str) -> None:
-    model = OURS.wrapped()
-    optim = torch.optim.AdamW(model.parameters(), lr=0.05)
-    train(model, 2, optimizer=_given(optim))
-    with OURS.module.state_dict_type(model, StateDictType[kind]):
-        state = OURS.module.optim_state_dict(model, optim)
-    moment = state["state"]["stem.weight"]["exp_avg"]
-    assert isinstance(moment, DTensor) is (kind != "FULL_STATE_DICT")
-    other = _zeroed()
-    other.load_state_dict(model.state_dict())
-    fresh = torch.optim.AdamW(other.parameters(), lr=0.05)
-    with OURS.module.state_dict_type(other, StateDictType[kind]):
-        fresh.load_state_dict(OURS.module.optim_state_dict_to_load(other, fresh, state))
-    for both, its in ((model, optim), (other, fresh)):
-        train(both, 2, optimizer=_given(its))
-    equal(full_state(OURS, other), full_state(OURS, model))
 
 
 @distributed(2, 4, matrix=[4])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from support.fsdp1_fronts import (
     equal,
     full_state,
     gradients,
-    hybrid_mesh,
     loss_of,
     mean_gradients,
     quiet,
@@ -275,21 +273,3 @@ def test_a_forward_inside_gathers_nothing_where_dtypes_are_the_stored_ones() -> 
         torch.no_grad(),
     ):
         lower(rows(0))
-
-
-@distributed(2, 4, matrix=[4])
-def test_a_flag_that_is_no_bool_is_named() -> None:
-    model = OURS.wrapped()
-    with (
-        pytest.raises(TypeError, match="recurse is 1"),
-        OURS.module.summon_full_params(model, recurse=1),
-    ):
-        pass
-
-
-@distributed(2, 4)
-def test_replicated_shards_are_whole_once() -> None:
-    mesh = hybrid_mesh()
-    model = OURS.wrapped(sharding_strategy="HYBRID_SHARD", device_mesh=mesh)
-    with warnings.catch_warnings():
-        equal(full_state(OURS, model), {n: p.detach() for n, p in build().named_parameters()})

@@ -116,15 +116,31 @@ def test_one_process_group_shards_among_its_own_ranks(strategy: str) -> None:
     equal(ours, steps_of(TORCH, TORCH.wrapped(process_group=group, **arguments)))
 
 
+PREFETCHES: list[dict[str, Any]] = [
+    {"backward_prefetch": "BACKWARD_POST"},
+    {"backward_prefetch": None},
+    {"forward_prefetch": True},
+]
+
+
 @distributed(2, 4, matrix=[4])
-def test_the_whole_world_as_a_group_or_a_mesh_is_the_default() -> None:
-    ours = steps_of(OURS, OURS.wrapped())
-    for arguments in (
+def test_arguments_that_mean_the_default_or_only_another_order_change_no_bit() -> None:
+    expected = steps_of(OURS, OURS.wrapped())
+    alike: list[dict[str, Any]] = [
         {"process_group": world()},
         {"device_mesh": cpu_mesh()},
         {"device_mesh": DeviceMesh.from_group(world(), "cpu")},
-    ):
-        equal(ours, steps_of(OURS, OURS.wrapped(**arguments)))
+        *(
+            {name: value}
+            for name in ("limit_all_gathers", "use_orig_params")
+            for value in (True, False)
+        ),
+        *PREFETCHES,
+    ]
+    for arguments in alike:
+        equal(steps_of(OURS, OURS.wrapped(**arguments)), expected)
+    for arguments in PREFETCHES:
+        up_to_order(expected, steps_of(TORCH, TORCH.wrapped(**arguments)))
 
 
 PRECISIONS: list[dict[str, Any]] = [
@@ -344,21 +360,6 @@ def test_prefetching_gathers_ahead_where_asked() -> None:
         assert at(events, "unshard:blocks.0") > at(events, "pre_backward:blocks.0")
 
 
-PREFETCHES: list[dict[str, Any]] = [
-    {"backward_prefetch": "BACKWARD_POST"},
-    {"backward_prefetch": None},
-    {"forward_prefetch": True},
-]
-
-
-@distributed(2, 4, matrix=[4])
-def test_no_choice_of_prefetching_changes_a_bit() -> None:
-    expected = steps_of(OURS, OURS.wrapped())
-    for arguments in PREFETCHES:
-        equal(steps_of(OURS, OURS.wrapped(**arguments)), expected)
-        up_to_order(expected, steps_of(TORCH, TORCH.wrapped(**arguments)))
-
-
 @pytest.mark.parametrize("strategy", few([*SHARDED, "NO_SHARD"], "FULL_SHARD", "NO_SHARD"))
 @distributed(2, 4, matrix=[4])
 def test_no_sync_accumulates_as_torchs_and_as_the_unsharded_model(strategy: str) -> None:
@@ -422,17 +423,6 @@ def test_the_norm_and_the_clipped_gradients_are_torchs(strategy: str, norm_type:
             steps_of(front, model, 2, after_backward=lambda m, o=order: m.clip_grad_norm_(0.05, o))
         )
     close(found[0], found[1])
-
-
-@distributed(2, 4)
-def test_the_norm_counts_replicas_once() -> None:
-    mesh = hybrid_mesh()
-    model = OURS.wrapped(sharding_strategy="HYBRID_SHARD", device_mesh=mesh)
-    loss_of(model(rows(0))).backward()
-    net = build()
-    mean_gradients(net)
-    expected = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-    close(model.clip_grad_norm_(0.1), expected)
 
 
 def _tied() -> Any:

@@ -23,7 +23,7 @@ from fullshard.wrappers import fsdp, fsdp1, install, replicate, uninstall
 from support.fsdp1_fronts import rows
 from support.members import ROOT
 from support.ranks import distributed
-from support.surface.model import Block, build
+from support.surface.model import build
 
 THEIRS = importlib.import_module("torch.distributed.fsdp")
 COMPOSABLE = importlib.import_module("torch.distributed._composable.fsdp")
@@ -226,17 +226,6 @@ def test_the_state_dict_helpers_of_torchs_checkpoints_take_a_model_wrapped_by_ou
         if options.full_state_dict:
             torch.testing.assert_close(got[0], right[0])
             torch.testing.assert_close(got[1]["state"], right[1]["state"])
-
-
-@distributed(2)
-def test_policies_that_a_library_built_before_are_taken() -> None:
-    policy = THEIRS.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    block = Block()
-    with installed():
-        COMPOSABLE.fully_shard(block, mp_policy=policy, offload_policy=THEIRS.OffloadPolicy())
-    block(rows(0)).sum().backward()
-    assert isinstance(block, fsdp.FSDPModule)
-    assert not isinstance(block, THEIRS.FSDPModule)
 
 
 @pytest.mark.matrix
