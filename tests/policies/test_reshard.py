@@ -14,24 +14,15 @@ from support.ranks import distributed
 from support.surface.model import batch, build, sharded
 
 KEPT = FixedReshard(forward=False, backward=False)
-SAME = [
-    (ReshardExceptRoot(), FixedReshard(forward=None)),
-    (ReshardAlways(), FixedReshard(forward=True)),
-    (KeepUnsharded(), FixedReshard(forward=False)),
-    (KeepUnsharded(after_backward_too=True), KEPT),
+SAME: list[tuple[Any, Any, list[int]]] = [
+    (ReshardExceptRoot(), None, [5, 5, 5]),  # the root once, two blocks twice
+    (ReshardAlways(), True, [6, 6, 6]),
+    (KeepUnsharded(), False, [3, 3, 3]),
+    (KeepUnsharded(after_backward_too=True), KEPT, [3, 0, 0]),
 ]
 
 
-@pytest.mark.parametrize(("policy", "fixed"), SAME, ids=lambda value: repr(value))
-@pytest.mark.parametrize("is_root", [True, False])
-def test_each_named_policy_answers_as_the_fixed_one_that_it_stands_for(
-    policy: Any, fixed: FixedReshard, is_root: bool
-) -> None:
-    assert policy.after_forward(is_root) is fixed.after_forward(is_root)
-    assert policy.after_backward(is_root) is fixed.after_backward(is_root)
-
-
-@pytest.mark.parametrize("policy", [policy for policy, _ in SAME], ids=lambda value: repr(value))
+@pytest.mark.parametrize("policy", [policy for policy, _, _ in SAME], ids=lambda value: repr(value))
 def test_each_policy_is_frozen_and_equal_by_value(policy: Any) -> None:
     assert policy == dataclasses.replace(policy)
     assert hash(policy) == hash(dataclasses.replace(policy))
@@ -52,16 +43,7 @@ def _steps(reshard: Any) -> list[list[tuple[EventKind, str]]]:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("policy", "argument", "gathers"),
-    [
-        (ReshardExceptRoot(), None, [5, 5, 5]),  # the root once, two blocks twice
-        (ReshardAlways(), True, [6, 6, 6]),
-        (KeepUnsharded(), False, [3, 3, 3]),
-        (KeepUnsharded(after_backward_too=True), KEPT, [3, 0, 0]),
-    ],
-    ids=lambda value: repr(value),
-)
+@pytest.mark.parametrize(("policy", "argument", "gathers"), SAME, ids=lambda value: repr(value))
 @distributed(2)
 def test_a_policy_does_what_the_argument_does(
     policy: Any, argument: Any, gathers: list[int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,22 +24,90 @@ class _Wide(Block):
     """A subclass counts as its base."""
 
 
-# -- by class -------------------------------------------------------------------------------------
-
-
-@distributed(2)
-def test_every_module_of_the_class_and_the_root_become_groups() -> None:
+def _wider() -> nn.Module:
     net = build()
     net.blocks.append(_Wide())
-    assert wrap(net, ClassWrap(Block)) is net
-    assert _sharded_names(net) == ["", "blocks.0", "blocks.1", "blocks.2"]
+    return net
 
 
+def _sharded_before(*parts: str) -> nn.Module:
+    net = build()
+    for part in parts:
+        fully_shard(net.get_submodule(part))
+    return net
+
+
+def _used_twice() -> nn.Module:
+    block = Block()
+    return nn.Sequential(nn.Sequential(block), nn.Sequential(block))
+
+
+def _with_a_container() -> nn.Module:
+    return nn.Sequential(nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])))
+
+
+def _tied() -> nn.Module:
+    """16 elements in two places."""
+    model = in_turn(pair=nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))))
+    model.pair[1].weight = model.pair[0].weight
+    return model
+
+
+BLOCK = 1 + (WIDTH + 1) * WIDTH + (WIDTH + 1) + WIDTH * (WIDTH + 1) + WIDTH
+BLOCKS = "(root) blocks.0 blocks.1"
+LINEARS = "stem blocks.0 blocks.0.fc1 blocks.0.fc2 blocks.1 blocks.1.fc1 blocks.1.fc2 head"
+SELECTED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "subclasses, too": (_wider, ClassWrap(Block), f"{BLOCKS} blocks.2"),
+    "one class inside another": (build, ClassWrap({Block, nn.Linear}), f"(root) {LINEARS}"),
+    "one of two classes": (
+        lambda: nn.Sequential(nn.Linear(2, 2)),
+        ClassWrap({nn.Conv2d, nn.Linear}),
+        "(root) 0",
+    ),
+    "the root only": (lambda: nn.Linear(2, 2), ClassWrap(nn.Linear), "(root)"),
+    "the root, too": (
+        lambda: nn.Sequential(nn.Sequential(nn.Linear(2, 2))),
+        ClassWrap(nn.Sequential),
+        "(root) 0",
+    ),
+    "all are sharded": (
+        lambda: _sharded_before("blocks.0", "blocks.1"),
+        ClassWrap(Block),
+        BLOCKS,
+    ),
+    "nothing below what is sharded": (
+        lambda: _sharded_before("blocks.0"),
+        ClassWrap((Block, nn.Linear)),
+        "(root) stem blocks.0 blocks.1 blocks.1.fc1 blocks.1.fc2 head",
+    ),
+    "a module that is used twice once": (_used_twice, ClassWrap(Block), "(root) 0.0"),
+    "by default only large ones": (build, SizeWrap(), "(root)"),
+    "as many elements": (build, SizeWrap(min_numel=BLOCK), BLOCKS),
+    "one more": (build, SizeWrap(min_numel=BLOCK + 1), "(root)"),
+    # 49 in fc1, then 48 in fc2 and 1 beside it are left in a block
+    "what is left": (
+        build,
+        SizeWrap(min_numel=49),
+        "(root) blocks.0 blocks.0.fc1 blocks.1 blocks.1.fc1",
+    ),
+    "the parts first": (
+        build,
+        SizeWrap(min_numel=WIDTH * WIDTH + WIDTH),
+        "(root) stem blocks.0.fc1 blocks.0.fc2 blocks.1.fc1 blocks.1.fc2",
+    ),
+    "what contains one without a forward": (_with_a_container, SizeWrap(min_numel=12), "(root) 0"),
+    "tied elements once": (_tied, SizeWrap(min_numel=17), "(root)"),
+    "as many tied elements": (_tied, SizeWrap(min_numel=16), "(root) pair.0"),
+}
+
+
+@pytest.mark.parametrize("name", SELECTED)
 @distributed(2)
-def test_several_classes_wrap_inside_each_other_innermost_first() -> None:
-    net = wrap(build(), ClassWrap({Block, nn.Linear}))
-    inner = [f"blocks.{i}{part}" for i in range(2) for part in ("", ".fc1", ".fc2")]
-    assert _sharded_names(net) == ["", "stem", *inner, "head"]
+def test_what_a_policy_selects_and_the_root_become_groups(name: str) -> None:
+    make, policy, expected = SELECTED[name]
+    net = make()
+    assert wrap(net, policy) is net
+    assert [each or "(root)" for each in _sharded_names(net)] == expected.split()
 
 
 @distributed(2)
@@ -47,22 +116,6 @@ def test_classes_that_a_model_lacks_are_an_error_before_anything_is_sharded() ->
     with pytest.raises(ValueError, match=r"Conv2d.* selects no module of .* Block, .*Linear"):
         wrap(net, ClassWrap(nn.Conv2d))
     assert _sharded_names(net) == []
-    assert _sharded_names(wrap(net, ClassWrap({nn.Conv2d, nn.Linear}))) != []
-
-
-@distributed(2)
-def test_a_class_that_only_the_root_or_sharded_modules_have_is_no_error() -> None:
-    assert _sharded_names(wrap(nn.Linear(2, 2), ClassWrap(nn.Linear))) == [""]
-    net = build()
-    for block in net.blocks:
-        fully_shard(block)
-    assert _sharded_names(wrap(net, ClassWrap(Block))) == ["", "blocks.0", "blocks.1"]
-
-
-@distributed(2)
-def test_the_root_is_sharded_once_where_it_is_selected_itself() -> None:
-    net = wrap(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), ClassWrap(nn.Sequential))
-    assert _sharded_names(net) == ["", "0"]
 
 
 @pytest.mark.parametrize("wrong", [3, (Block, 3), ("Block",), (nn.Linear(1, 1),), (int,), []])
@@ -75,50 +128,6 @@ def test_what_is_no_module_class_is_an_error(wrong: Any) -> None:
 def test_the_classes_are_kept_as_a_tuple_so_that_the_policy_is_a_value() -> None:
     assert ClassWrap(Block) == ClassWrap([Block])
     assert hash(ClassWrap(Block)) == hash(ClassWrap((Block,)))
-
-
-# -- by size --------------------------------------------------------------------------------------
-
-BLOCK = 1 + (WIDTH + 1) * WIDTH + (WIDTH + 1) + WIDTH * (WIDTH + 1) + WIDTH
-
-
-@pytest.mark.parametrize(
-    ("min_numel", "expected"),
-    [
-        (10_000_000, [""]),  # the default: the root is always sharded
-        (BLOCK, ["", "blocks.0", "blocks.1"]),
-        (BLOCK + 1, [""]),
-        # 49 in fc1, then 48 in fc2 and 1 beside it are left in a block
-        (49, ["", "blocks.0", "blocks.0.fc1", "blocks.1", "blocks.1.fc1"]),
-        (
-            WIDTH * WIDTH + WIDTH,
-            ["", "stem", "blocks.0.fc1", "blocks.0.fc2", "blocks.1.fc1", "blocks.1.fc2"],
-        ),
-    ],
-)
-@distributed(2)
-def test_a_module_with_enough_elements_that_are_in_no_group_yet_becomes_one(
-    min_numel: int, expected: list[str]
-) -> None:
-    assert _sharded_names(wrap(build(), SizeWrap(min_numel=min_numel))) == expected
-
-
-@distributed(2)
-def test_a_container_without_a_forward_is_passed_over_but_its_elements_count() -> None:
-    net = nn.Sequential(nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])))
-    wrap(net, SizeWrap(min_numel=12))
-    assert _sharded_names(net) == ["", "0"]
-
-
-@distributed(2)
-def test_tied_elements_count_once() -> None:
-    def tied() -> nn.Module:
-        model = in_turn(pair=nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))))
-        model.pair[1].weight = model.pair[0].weight
-        return model
-
-    assert _sharded_names(wrap(tied(), SizeWrap(min_numel=17))) == [""]
-    assert _sharded_names(wrap(tied(), SizeWrap(min_numel=16))) == ["", "pair.0"]
 
 
 @pytest.mark.parametrize(
@@ -161,23 +170,6 @@ def test_a_policy_is_asked_once_per_module_bottom_up_with_the_elements_left() ->
         ("blocks", BLOCK),
         ("head", 21),
     ]
-
-
-@distributed(2)
-def test_what_was_sharded_before_is_left_alone() -> None:
-    net = build()
-    fully_shard(net.blocks[0])
-    wrap(net, ClassWrap((Block, nn.Linear)))
-    assert "blocks.0.fc1" not in _sharded_names(net)
-    assert "blocks.1.fc1" in _sharded_names(net)
-
-
-@distributed(2)
-def test_a_module_that_is_used_twice_is_wrapped_once() -> None:
-    block = Block()
-    net = wrap(nn.Sequential(nn.Sequential(block), nn.Sequential(block)), ClassWrap(Block))
-    assert _sharded_names(net) == ["", "0.0"]
-    net(batch()).sum().backward()
 
 
 @distributed(2)

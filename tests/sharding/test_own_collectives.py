@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.sharding import fully_shard
+from support.collectives import ToldAllGather, ToldReduceScatter
 from support.modules import Branches
 from support.ranks import cpu_mesh, distributed
 from support.wide.model import Stack, loss_of, make_batch, make_stack
@@ -102,3 +103,16 @@ def test_classes_written_for_torch_serve_torchs_fully_shard_and_ours_alike() -> 
     for mine, torchs, default in results:
         torch.testing.assert_close(mine, torchs, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(mine, default, rtol=1e-5, atol=1e-7)
+
+
+@distributed(2)
+def test_only_the_module_that_was_told_uses_a_collective() -> None:
+    model: Any = _shard(fully_shard, make_stack())
+    told: list[str] = []
+    for name, module in (("block", model.blocks[1]), ("root", model)):
+        gather = ToldAllGather(lambda *_, name=name: told.append(f"gather {name}"))
+        reduce = ToldReduceScatter(lambda *_, name=name: told.append(f"reduce {name}"))
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce)
+    loss_of(model, _part(0)).backward()
+    assert told == ["gather root", "gather block", "gather block", "reduce block", "reduce root"]

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import full_state_dict, fully_shard, load_full_state_dict
 from fullshard.sharding.params.param import FSDPParam
 from support.parity.compare import full
@@ -68,42 +67,22 @@ def test_the_state_dict_of_a_submodule_is_sharded_too() -> None:
     assert isinstance(net.state_dict()["blocks.0.fc1.weight"], DTensor)
 
 
-@distributed(2)
-def test_ignored_parameters_and_buffers_are_saved_whole() -> None:
-    net = build()
-    net = sharded(net, ignored_params={net.head.weight})
-    state = net.state_dict()
-    assert state["head.weight"].data_ptr() == net.head.weight.data_ptr()
-    assert_equal_state(state, build().state_dict())
-
-
-@distributed(2)
-def test_mixed_precision_does_not_touch_what_is_saved() -> None:
-    net = sharded(build(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    with torch.no_grad():
-        net(batch())
-    assert_equal_state(net.state_dict(), build().state_dict())
-
-
 # -- the full state dict --------------------------------------------------------------------------
 
 
-@distributed(2, 4)
-def test_a_full_state_dict_is_the_unsharded_models_on_rank_0_and_empty_elsewhere() -> None:
-    state = full_state_dict(sharded(build()))
-    if dist.get_rank() == 0:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rank0_only": False}, {"rank0_only": False, "cpu_offload": False}],
+    ids=["on rank 0", "on every rank", "on every device"],
+)
+@distributed(2, 4, matrix=[4])
+def test_a_full_state_dict_is_the_unsharded_models_where_it_was_asked_for(options: Any) -> None:
+    state = full_state_dict(sharded(build()), **options)
+    if options or dist.get_rank() == 0:
         assert_equal_state(state, build().state_dict())
         assert not any(isinstance(value, DTensor) for value in state.values())
     else:
         assert state == {}
-
-
-@pytest.mark.parametrize("cpu_offload", [True, False])
-@distributed(2, 4, matrix=[4])
-def test_a_full_state_dict_on_every_rank(cpu_offload: bool) -> None:
-    state = full_state_dict(sharded(build()), rank0_only=False, cpu_offload=cpu_offload)
-    assert_equal_state(state, build().state_dict())
-    assert not any(isinstance(value, DTensor) for value in state.values())
 
 
 @distributed(2)
@@ -112,26 +91,6 @@ def test_a_full_state_dict_on_rank_0_only_without_offload_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"rank0_only=True needs cpu_offload=True"):
         full_state_dict(net, cpu_offload=False)
     assert everyone("in step") == ["in step"] * 2
-
-
-@distributed(2)
-def test_a_full_state_dict_of_tied_parameters_loads_into_the_unsharded_model() -> None:
-    def tied() -> Any:
-        torch.manual_seed(3)
-        net: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-        net[2].weight = net[0].weight
-        return net
-
-    net = tied()
-    fully_shard(net[0])
-    fully_shard(net)
-    state = full_state_dict(net, rank0_only=False)
-    reference = tied()
-    with torch.no_grad():
-        for param in reference.parameters():
-            param.zero_()
-    reference.load_state_dict(state)
-    assert torch.equal(reference(torch.ones(1, 4)), tied()(torch.ones(1, 4)))
 
 
 # -- loading --------------------------------------------------------------------------------------
@@ -321,18 +280,12 @@ def test_a_copy_kept_unsharded_is_fresh_after_load_state_dict() -> None:
 # -- load_full_state_dict -------------------------------------------------------------------------
 
 
-@distributed(2, 4)
-def test_load_full_state_dict_from_every_ranks_own_copy() -> None:
-    net = sharded(build())
-    load_full_state_dict(net, build(7).state_dict())
-    assert_equal_state(net.state_dict(), build(7).state_dict())
-    _assert_trains_as(net, build(7))
-
-
 @pytest.mark.cross
-@pytest.mark.parametrize("elsewhere", ["nothing", "other values", "a full state dict", "columns"])
+@pytest.mark.parametrize(
+    "elsewhere", ["a copy", "nothing", "other values", "a full state dict", "columns"]
+)
 @distributed(2, 1, 4, matrix=[4])
-def test_load_full_state_dict_broadcasts_rank_0s(elsewhere: str) -> None:
+def test_load_full_state_dict_takes_every_ranks_copy_or_broadcasts_rank_0s(elsewhere: str) -> None:
     net = sharded(build(), reshard_after_forward=False)
     with torch.no_grad():
         net(batch())  # leaves copies unsharded, which must not serve after the change
@@ -344,9 +297,9 @@ def test_load_full_state_dict_broadcasts_rank_0s(elsewhere: str) -> None:
             key: value.mT.contiguous().mT if value.ndim > 1 else value
             for key, value in state.items()
         }
-    elif dist.get_rank() != 0:
+    elif elsewhere != "a copy" and dist.get_rank() != 0:
         state = {} if elsewhere == "nothing" else build(8).state_dict()
-    load_full_state_dict(net, state, broadcast_from_rank0=True)
+    load_full_state_dict(net, state, broadcast_from_rank0=elsewhere != "a copy")
     assert_equal_state(net.state_dict(), build(7).state_dict())
     _assert_trains_as(net, build(7))
 
