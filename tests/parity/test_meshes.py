@@ -135,20 +135,6 @@ def test_flattened_axes_are_those_that_the_user_may_have_flattened_before() -> N
     assert again.get_group() is flat.get_group()
 
 
-@distributed(4)
-def test_named_axes_state_dicts_hold_the_whole_parameters() -> None:
-    for shape, names, dims in MESHES.values():
-        plain = nn.Linear(5, 3)
-        dist.broadcast(plain.weight.data, src=0)
-        copy: Any = nn.Linear(5, 3)
-        copy.load_state_dict(plain.state_dict())
-        fully_shard(copy, mesh=cpu_mesh(shape, names), dp_mesh_dims=dims)
-        entry = copy.state_dict()["weight"]
-        assert torch.equal(entry.full_tensor(), plain.weight)
-        copy.load_state_dict({"weight": plain.weight.detach() + 1, "bias": plain.bias.detach()})
-        assert torch.equal(copy.weight.full_tensor(), plain.weight + 1)
-
-
 # -- hybrid against torch -------------------------------------------------------------------------
 
 
@@ -328,22 +314,6 @@ def test_groups_of_one_module_on_their_own_meshes_have_their_own_means(
     assert_equal(
         {"loss": mean_over_ranks(loss)}, {"loss": _loss(_model(), _batch())}, rounding(4), ""
     )
-
-
-@distributed(4)
-def test_groups_of_one_module_have_their_own_names_and_collectives() -> None:
-    mesh = cpu_mesh((2, 2), ("out", "in"))
-    result = ShardPlacementResult(None, FSDPMeshInfo(mesh["in"]))
-    model = _experts_on(fully_shard, _model(), cpu_mesh(), lambda: result)
-    log = EventLog()
-    with observe(log):
-        _loss(model, _batch()[my_rows()]).backward()
-    gathered = log.named(EventKind.UNSHARD)
-    assert gathered[:4] == ["(root)", "blocks.0", "blocks.0 on in", "blocks.1"]
-    reduced = log.named(EventKind.REDUCE)
-    assert sorted(reduced) == ["(root)", "blocks.0", "blocks.0 on in", "blocks.1", "blocks.1 on in"]
-    assert _counts(log) == {"all_gather": 9, "reduce_scatter": 5, "all_reduce": 0}
-    assert {event.name for event in log.of(EventKind.ALL_GATHER)} == set(reduced)
 
 
 @pytest.mark.skipif(

@@ -165,23 +165,6 @@ def test_sums_over_the_tensor_parallel_axis_are_in_the_reduce_dtype(accumulated:
     assert torch.equal(norm.weight.grad.full_tensor(), total / mesh.size(0))
 
 
-@pytest.mark.parametrize("reduce_dtype", few([None, torch.float32], torch.float32))
-@distributed(4)
-def test_gradients_accumulated_without_communication_add_up(
-    reduce_dtype: torch.dtype | None,
-) -> None:
-    mesh = _mesh((2, 2))
-    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    model: Any = _sharded(mesh, mp_policy=policy)
-    plain = build()
-    for step, rows in enumerate(_rows(mesh, 3)):
-        model.set_requires_gradient_sync(step == 2)
-        model(rows).square().mean().backward()
-        plain(batch(step)).square().mean().backward()
-    allowed = rounding(4, steps=3, dtype=reduce_dtype)
-    assert_equal(gradients_of(model), gradients_of(plain), allowed, "gradients")
-
-
 @distributed(4)
 def test_a_smaller_world_for_the_backward_gather_changes_nothing() -> None:
     mesh = _mesh((4, 1))

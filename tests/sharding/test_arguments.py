@@ -173,17 +173,6 @@ def test_a_module_given_in_two_calls_is_an_error(first: Any) -> None:
 
 
 @distributed(2)
-def test_one_axis_of_a_larger_mesh_is_taken_by_slice_or_by_name() -> None:
-    mesh = _deep_mesh()
-    sliced = fully_shard(nn.Linear(2, 2), mesh=mesh["dp"])
-    named = fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=Dims(shard="dp"))
-    for linear in (sliced, named):
-        weight: Any = linear.weight
-        assert weight.device_mesh == mesh["dp"]
-        assert weight.to_local().shape == (1, 2)
-
-
-@distributed(2)
 def test_a_mesh_without_this_rank_is_an_error_that_names_the_rank() -> None:
     mesh, _ = (DeviceMesh("cpu", [rank]) for rank in range(2))  # as many groups on each rank
     linear = nn.Linear(2, 2)

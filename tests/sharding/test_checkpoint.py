@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 
 from support.checkpoints import load, save, whole_values
 from support.products import few
@@ -114,36 +113,6 @@ def test_training_goes_on_bit_for_bit_after_saving_and_loading(
     load(tmp_path, resumed, its_optimizer)
     assert train(resumed, its_optimizer, range(3, 7)) == losses
     assert_equal_state(full_parameters(resumed), full_parameters(straight))
-
-
-@distributed(2)
-def test_a_model_state_dict_is_saved_and_loaded_in_place_without_the_helpers(
-    tmp_path: Path,
-) -> None:
-    source = sharded(build(5))
-    dcp.save({"model": source.state_dict()}, checkpoint_id=tmp_path)
-    net = sharded(build(), reshard_after_forward=False)
-    with torch.no_grad():
-        net(batch())
-    state = {"model": net.state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path)
-    net.load_state_dict(state["model"])
-    assert_equal_state(full_parameters(net), full_parameters(build(5)))
-    assert torch.equal(net(batch()), build(5)(batch()))
-
-
-@distributed(2, 4)
-def test_a_sharded_optimizer_state_is_cut_as_its_parameter() -> None:
-    net = sharded(build())
-    optimizer = _adam(net)
-    train(net, optimizer, range(1))
-    state: Any = get_optimizer_state_dict(net, optimizer)["state"]
-    assert set(state) == {name for name, _ in net.named_parameters()}
-    for name, param in net.named_parameters():
-        moment = state[name]["exp_avg"]
-        assert isinstance(param, DTensor) and isinstance(moment, DTensor)
-        assert moment.placements == param.placements
-        assert moment.to_local().shape == param.to_local().shape
 
 
 @pytest.mark.parametrize("from_rank0", [False, True])

@@ -18,9 +18,6 @@ from fullshard.comm import EventKind, EventLog, observe
 from fullshard.sharding import clip_grad_norm_, fully_shard, grad_norm
 from support.modules import Assembled
 from support.parity.compare import assert_equal, gradients_of, rounding
-from support.parity.engines import shard
-from support.parity.models import CASES, build
-from support.parity.reference import my_rows, rows_of
 from support.ranks import cpu_mesh, distributed
 
 BOTH_ORDERS = pytest.mark.parametrize("order", [2.0, math.inf])
@@ -70,24 +67,6 @@ def all_reduces(call: Callable[[], object]) -> int:
     assert {event.kind for event in log.events} <= {EventKind.ALL_REDUCE}
     assert counts.get("allreduce_", 0) <= len(log.events), "ranks may share memory"
     return len(log.events)
-
-
-@BOTH_ORDERS
-@distributed(4)
-def test_replicas_are_counted_once(order: float) -> None:
-    case = CASES["uneven"]
-    model, whole = shard(case, dtype=DTYPE, mesh=grid()), build(case, DTYPE)
-    for each, rows in ((model, my_rows()), (whole, slice(None))):
-        inputs, targets = rows_of(case.batch(0, DTYPE), rows)
-        case.loss(each(inputs), targets).backward()
-    want = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.02, order)
-    assert all_reduces(lambda: grad_norm(model, order)) == 1
-    got = clip_grad_norm_(model, 0.02, order)
-    assert_equal({"norm": got}, {"norm": want}, rounding(4, steps=5), "norm")
-    for name, param in model.named_parameters():
-        assert isinstance(param.grad, DTensor)
-        wanted = whole.get_parameter(name).grad
-        torch.testing.assert_close(param.grad.full_tensor(), wanted)
 
 
 @BOTH_ORDERS

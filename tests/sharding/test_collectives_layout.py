@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.sharding.base.forward_pass import ForwardPass
-from support.events.models import DIM, batch, make_net, step
+from support.events.models import DIM, batch, make_net
 from support.events.recorder import (
     Shard,
     assert_all_returned,
@@ -127,18 +127,15 @@ def _noting(name: str, real: Any, calls: list[str]) -> Any:
 
 @distributed(2)
 def test_a_rank_with_all_gradients_copies_nothing_to_the_host_and_another_copies_once() -> None:
+    """In a whole step."""
     model = make_chooses(ours)
-    model(batch(), [0, 1, 2]).sum().backward()
     used = [0, 1, 2] if dist.get_rank() == 0 else [1]
-    loss = model(batch(), used).sum()
-    assert len(reads_of_the_host(loss.backward)) == (0 if dist.get_rank() == 0 else 1)
 
+    def step() -> None:
+        model(batch(), used).sum().backward()
 
-@distributed(2)
-def test_a_whole_step_of_a_net_copies_nothing_to_the_host() -> None:
-    net = make_net(ours)
-    step(net)
-    assert reads_of_the_host(lambda: step(net)) == []
+    step()
+    assert len(reads_of_the_host(step)) == (0 if dist.get_rank() == 0 else 1)
 
 
 @distributed(2)
@@ -151,18 +148,6 @@ def test_one_copy_serves_all_groups_that_lack_a_gradient() -> None:
     model(batch()).sum().backward()
     loss = model(batch()).sum()
     assert len(reads_of_the_host(loss.backward)) == 1
-
-
-@distributed(2)
-def test_a_hook_on_a_sharded_gradient_runs_once_per_reduction() -> None:
-    net = make_net(ours)
-    seen: list[str] = []
-    for name, param in net.named_parameters():
-        param.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
-    for _ in range(2):
-        step(net)
-    assert sorted(seen) == sorted(name for name, _ in net.named_parameters() for _ in range(2))
-    assert_all_returned(net)
 
 
 # -- when graphs die -------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from support.modules import in_turn
 from support.parity.compare import full
 from support.parity.engines import tell
 from support.ranks import distributed
-from support.surface.model import WIDTH, Net, batch, build, sharded, train
+from support.surface.model import WIDTH, batch, build, sharded, train
 from support.surface.ranks import full_parameters
 from support.surface.ties import Tied
 
@@ -67,15 +67,6 @@ def test_modules_tied_to_a_group_see_its_full_parameter_while_it_is_unsharded() 
 
 
 # -- a list of modules ----------------------------------------------------------------------------
-
-
-@distributed(2)
-def test_a_list_of_modules_trains_as_unsharded() -> None:
-    reference, net = build(), build()
-    fully_shard([net.stem, *net.blocks])
-    fully_shard(net)
-    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=0.1) for model in (net, reference))
-    torch.testing.assert_close(train(net, ours, range(3)), train(reference, theirs, range(3)))
 
 
 # -- methods of one module whose parameters others hold, too --------------------------------------
@@ -196,17 +187,6 @@ def test_a_move_of_an_inner_module_that_is_not_sharded_itself_is_seen_at_the_fir
 
 
 @distributed(2)
-def test_parameters_stay_tied_after_a_move() -> None:
-    net: Any = Tied()
-    fully_shard(net.embed)
-    fully_shard(net)
-    net.to(torch.float64)
-    net(torch.tensor([0])).sum().backward()
-    assert net.head.weight is net.embed.weight
-    assert net.head.weight.dtype is torch.float64
-
-
-@distributed(2)
 def test_a_tie_made_after_sharding_and_a_move_is_found() -> None:
     net: Any = Tied()
     fully_shard(net.embed)
@@ -215,39 +195,6 @@ def test_a_tie_made_after_sharding_and_a_move_is_found() -> None:
     fully_shard(net)
     assert net.head.weight is net.embed.weight
     assert net(torch.tensor([0])).dtype is torch.float64
-
-
-def _gradients(net: Net) -> dict[str, torch.Tensor | None]:
-    return {n: None if p.grad is None else full(p.grad) for n, p in net.named_parameters()}
-
-
-@pytest.mark.parametrize("reshard", [True, False, None])
-@distributed(2)
-def test_parameters_thawed_after_a_forward_train_as_unsharded(reshard: bool | None) -> None:
-    reference, net = build(), sharded(build(), reshard_after_forward=reshard)
-    for model in (net, reference):
-        model.requires_grad_(False)
-        assert not model(batch()).requires_grad
-        model.requires_grad_(True)
-        model(batch()).sum().backward()
-    theirs = _gradients(reference)
-    for name, grad in _gradients(net).items():
-        assert grad is not None, name
-        torch.testing.assert_close(grad, theirs[name])
-
-
-@pytest.mark.parametrize("reshard", [True, False, None])
-@distributed(2)
-def test_parameters_frozen_after_an_eval_forward_stay_frozen(reshard: bool | None) -> None:
-    net = sharded(build(), reshard_after_forward=reshard)
-    with torch.no_grad():
-        net(batch())
-    net.stem.requires_grad_(False)
-    net.blocks[0].requires_grad_(False)
-    net(batch()).sum().backward()
-    frozen = {name for name, grad in _gradients(net).items() if grad is None}
-    assert frozen == {n for n, _ in net.named_parameters() if n.startswith(("stem", "blocks.0"))}
-    assert not net.stem.weight.requires_grad
 
 
 # -- every place is swapped ------------------------------------------------------------------------
@@ -273,19 +220,6 @@ def are_sharded(model: nn.Module) -> set[bool]:
         for module in model.modules()
         for held in module._parameters.values()
     }
-
-
-@distributed(2)
-def test_all_places_hold_the_one_kind_or_the_other() -> None:
-    model = sharded_tied()
-    for _ in range(2):
-        assert are_sharded(model) == {True}
-        tell(model, "unshard")
-        assert are_sharded(model) == {False}
-        assert model.last.weight is model.first.weight
-        tell(model, "reshard")
-        assert model.last.weight is model.first.weight
-    assert are_sharded(model) == {True}
 
 
 @distributed(2)

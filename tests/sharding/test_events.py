@@ -421,16 +421,6 @@ def test_a_list_of_which_one_module_does_not_run_is_resharded_and_reduced_all_th
 
 
 @distributed(2)
-def test_a_retained_graph_of_a_list_of_modules_runs_backward_twice() -> None:
-    pair, plain = make_pair(ours), make_pair(None)
-    for model in (pair, plain):
-        loss = model(leaf_batch()).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert_gradients_of(pair, plain)
-
-
-@distributed(2)
 def test_a_group_used_only_through_a_tied_weight_is_returned_and_reduced() -> None:
     def tied_model() -> Any:
         torch.manual_seed(0)

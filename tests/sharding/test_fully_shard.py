@@ -79,15 +79,6 @@ def test_the_shards_do_not_keep_the_full_memory_alive() -> None:
 
 
 @distributed(2)
-def test_parameters_keep_their_names_and_their_order() -> None:
-    plain, net = build(), sharded(build())
-    assert [n for n, _ in net.named_parameters()] == [n for n, _ in plain.named_parameters()]
-    net(batch()).sum().backward()
-    assert [n for n, _ in net.named_parameters()] == [n for n, _ in plain.named_parameters()]
-    assert len(list(net.parameters())) == len(list(plain.parameters()))
-
-
-@distributed(2)
 def test_attributes_survive_sharding_steps_and_moves_as_they_do_without_sharding() -> None:
     plain: Any = nn.Linear(2, 2)
     plain.weight.rule = "rows"
@@ -111,19 +102,6 @@ def test_attributes_survive_sharding_steps_and_moves_as_they_do_without_sharding
     assert net.bias.late == 1
     net(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
     assert net.weight.rule == "rows"
-
-
-@distributed(2)
-def test_requires_grad_is_kept_and_frozen_parameters_get_no_gradient() -> None:
-    net = build()
-    for param in net.blocks[0].parameters():
-        param.requires_grad_(False)
-    net.stem.weight.requires_grad_(False)
-    kept = {name: param.requires_grad for name, param in net.named_parameters()}
-    sharded(net)
-    assert {name: param.requires_grad for name, param in net.named_parameters()} == kept
-    net(batch()).sum().backward()
-    assert {n: p.grad is not None for n, p in net.named_parameters()} == kept
 
 
 @distributed(2)

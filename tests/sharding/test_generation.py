@@ -128,26 +128,6 @@ def test_parameters_that_change_in_other_ways_are_fresh(change: Callable[..., No
     assert_fresh(net, sharded)
 
 
-@distributed(2)
-def test_moving_or_casting_a_model_is_a_change() -> None:
-    net = make_net(ours, reshard_after_forward=False)
-    with torch.no_grad():
-        net(batch())
-    net.double()
-    with torch.no_grad():
-        assert net(batch().double()).dtype is torch.float64
-
-
-@distributed(2)
-def test_nothing_is_gathered_twice_while_the_parameters_stay_the_same() -> None:
-    net = make_net(ours, reshard_after_forward=False)
-    net.set_reshard_after_backward(False)
-    recorder = record(net)
-    for _ in range(3):
-        net(batch()).sum().backward()
-    assert recorder.gathers == ["root", "blocks.0", "blocks.1", "blocks.2"]
-
-
 def step(params: Iterable[torch.Tensor]) -> None:
     """Steps an optimizer of ``params``, with gradients of ones."""
     params = list(params)

@@ -104,20 +104,6 @@ def test_ranks_compute_on_an_accelerator_that_is_there_and_that_their_group_serv
         assert device_type_of() == wanted
 
 
-@distributed(2)
-def test_without_a_mesh_a_build_for_an_accelerator_that_is_not_there_trains_on_the_cpu() -> None:
-    def current_accelerator(check_available: bool = False) -> torch.device | None:
-        return None if check_available else torch.device("cuda")
-
-    for shard in (fully_shard, replicate):
-        model = nn.Linear(2, 2)
-        with patch.object(torch.accelerator, "current_accelerator", current_accelerator):
-            shard(model)
-            model(torch.ones(1, 2)).sum().backward()
-        assert model.weight.grad is not None
-        assert model.weight.grad.device.type == "cpu"
-
-
 @distributed(4)
 def test_named_axes_keep_the_mesh_that_they_are_of() -> None:
     mesh = cpu_mesh((2, 2, 1), AXES)

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.sharding import (
-    UnshardHandle,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -19,7 +18,6 @@ from fullshard.sharding import (
 from support.parity.compare import full
 from support.ranks import distributed
 from support.surface.model import WIDTH, batch, build, sharded, train
-from support.surface.ranks import assert_equal_state, full_parameters
 
 
 class _Model(nn.Linear):
@@ -61,13 +59,6 @@ def test_a_registered_method_gathers_reduces_and_reshards_as_forward_does() -> N
 
 
 @distributed(2)
-def test_without_registering_a_method_sees_the_sharded_parameter() -> None:
-    net: Any = fully_shard(_Model(WIDTH, 5))
-    with pytest.raises(AssertionError):
-        net.encode(batch())
-
-
-@distributed(2)
 def test_registering_a_method_of_a_module_that_is_not_sharded_does_nothing() -> None:
     plain = _Model(WIDTH, 5)
     register_fsdp_forward_method(plain, "encode")
@@ -103,19 +94,6 @@ def test_unshard_puts_the_full_values_of_its_own_group_only() -> None:
     assert torch.equal(net.stem.weight.full_tensor(), plain.stem.weight)
 
 
-@distributed(2)
-def test_unshard_and_reshard_any_number_of_times_change_no_value() -> None:
-    UnshardHandle().wait()  # of no module
-    net: Any = sharded(build())
-    before = full_parameters(net)
-    for _ in range(2):
-        net.unshard()
-        net.unshard()
-        net.reshard()
-        net.reshard()
-    assert_equal_state(full_parameters(net), before)
-
-
 # -- roots ----------------------------------------------------------------------------------------
 
 
@@ -147,20 +125,6 @@ def test_after_adoption_the_child_can_still_run_by_itself() -> None:
     torch.testing.assert_close(
         net.blocks[1].fc1.weight.grad.full_tensor(), reference.blocks[1].fc1.weight.grad
     )
-
-
-@distributed(2)
-def test_a_model_sharded_without_its_root_trains_with_each_block_as_a_root() -> None:
-    reference, net = build(), build()
-    for block in net.blocks:
-        fully_shard(block)
-    for param in [*net.stem.parameters(), *net.head.parameters()]:
-        assert not isinstance(param, DTensor)
-    for model in (net, reference):
-        model(batch()).sum().backward()
-    for (name, ours), theirs in zip(net.named_parameters(), reference.parameters(), strict=True):
-        assert ours.grad is not None and theirs.grad is not None
-        torch.testing.assert_close(full(ours.grad), theirs.grad, msg=name)
 
 
 @distributed(2)

@@ -5,7 +5,6 @@ They train, are saved, loaded and clipped as in the unsharded model.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +21,11 @@ from fullshard.sharding import (
     fully_shard,
     load_full_state_dict,
 )
-from support.checkpoints import assert_full_states_travel, load, save, whole_values
+from support.checkpoints import assert_full_states_travel
 from support.modules import Assembled
 from support.parity.compare import assert_equal, full, gradients_of, parameters_of, rounding
-from support.products import few
-from support.ranks import cpu_mesh, distributed, run_on_ranks
-from support.surface.ranks import assert_equal_state, everyone
+from support.ranks import cpu_mesh, distributed
+from support.surface.ranks import everyone
 
 
 class Block(nn.Module):
@@ -210,34 +208,6 @@ def test_zero_grad_clears_a_0d_gradient(set_to_none: bool) -> None:
 def test_full_state_dicts_are_made_and_loaded(hybrid: bool) -> None:
     expected = _build().state_dict()
     assert_full_states_travel(_sharded(_mesh(hybrid)), expected)
-
-
-def _save(folder: Path) -> dict[str, torch.Tensor]:
-    model = _sharded()
-    optimizer = _train(model, 2, mine=True)
-    save(folder, model, optimizer)
-    return whole_values(model, optimizer)
-
-
-def _load(folder: Path, hybrid: bool) -> dict[str, torch.Tensor]:
-    model = _sharded(_mesh(hybrid))
-    optimizer = _train(model, 1, mine=True)
-    load(folder, model, optimizer)
-    return whole_values(model, optimizer)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "hybrid"),
-    few([(1, False), (4, False), (4, True)], (1, False), (4, True), together=True),
-)
-@pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_loads_on_another_number_of_ranks(
-    tmp_path: Path, ranks: int, hybrid: bool
-) -> None:
-    saved = run_on_ranks(_save, 2, tmp_path)[0]
-    loaded = run_on_ranks(_load, ranks, tmp_path, hybrid)[0]
-    assert any(name.endswith("gain/exp_avg") for name in saved)
-    assert_equal_state(loaded, saved)
 
 
 @distributed(2)

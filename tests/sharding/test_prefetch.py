@@ -205,21 +205,6 @@ def test_prefetching_what_is_unsharded_already_does_nothing() -> None:
     assert log.named(EventKind.UNSHARD) == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
 
 
-@distributed(2)
-def test_values_gathered_ahead_before_a_change_of_the_parameters_are_gathered_again() -> None:
-    net = make_net(ours)
-    recorder = record(net)
-    net(batch())
-    net.blocks[1].unshard(async_op=True)
-    with torch.no_grad():
-        for param in net.parameters():
-            param.mul_(0)
-    net.parameters_changed()
-    recorder.clear()
-    assert not net(batch()).any(), "all weights are zero"
-    assert recorder.gathers.count("blocks.1") == 1
-
-
 # -- asynchronous on CPU --------------------------------------------------------------------------
 
 

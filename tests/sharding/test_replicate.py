@@ -25,7 +25,6 @@ from fullshard.sharding import (
     RankMismatchError,
     ReplicateModule,
     ShardedState,
-    full_state_dict,
     fully_shard,
     replicate,
 )
@@ -192,31 +191,6 @@ def test_the_class_is_a_sharded_modules_and_names_both() -> None:
     assert not isinstance(fully_shard(nn.Linear(2, 2)), ReplicateModule)
 
 
-@distributed(2)
-def test_ignored_parameters_stay_as_they_are() -> None:
-    linear = nn.Linear(3, 2)
-    bias = linear.bias
-    replicate(linear, ignored_params={bias})
-    linear(torch.full((1, 3), 1.0 + dist.get_rank())).sum().backward()
-    assert linear.bias is bias
-    assert isinstance(linear.weight.grad, DTensor)
-    assert torch.equal(linear.weight.grad.to_local(), torch.full((2, 3), 1.5))
-
-
-@distributed(2)
-def test_state_dicts_hold_whole_parameters_and_load_them() -> None:
-    plain, linear = nn.Linear(3, 2), replicate(nn.Linear(3, 2))
-    dist.broadcast(plain.weight.data, src=0)
-    dist.broadcast(plain.bias.data, src=0)
-    linear.load_state_dict(plain.state_dict())
-    full = full_state_dict(linear, rank0_only=False)
-    assert {key: value.tolist() for key, value in full.items()} == {
-        key: value.tolist() for key, value in plain.state_dict().items()
-    }
-    x = torch.ones(2, 3)
-    assert torch.equal(linear(x), plain(x))
-
-
 @distributed(4)
 def test_replicated_modules_live_under_a_sharded_root() -> None:
     case = CASES["uneven"]
@@ -244,16 +218,6 @@ def test_named_axes_of_a_larger_mesh_replicate(function: Any) -> None:
     linear(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
     assert torch.equal(linear.weight.grad.to_local(), torch.full((2, 3), 1.5))
     assert not group_of(linear).leases.out
-
-
-@distributed(2)
-def test_a_mesh_of_one_rank_sends_nothing() -> None:
-    alone = cpu_mesh((2, 1), ("others", "alone"))["alone"]
-    case = CASES["uneven"]
-    want = train(build(case), case, whole_batch, steps=2)
-    compare(
-        train(shard(case, OURS, mesh=alone), case, whole_batch, steps=2), want, EXACT, average=False
-    )
 
 
 # -- errors ---------------------------------------------------------------------------------------

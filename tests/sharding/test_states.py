@@ -6,7 +6,6 @@ import itertools
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from fullshard.sharding.base.states import (
@@ -77,23 +76,6 @@ def test_a_group_refuses_what_the_table_does_not_hold_and_stays_where_it_was() -
     with pytest.raises(IllegalTransitionError, match="SHARDED to UNSHARDED"):
         group.gathering._become(UNSHARDED)
     assert group.state is SHARDED
-
-
-@distributed(2)
-def test_the_modules_hold_shards_when_sharded_and_full_tensors_when_unsharded() -> None:
-    net = make_net(ours)
-    block, group = net.blocks[1], group_of(net.blocks[1])
-    full_shape = group.params[0].shape
-    shard = block.up.weight
-    assert group.state is SHARDED and hasattr(shard, "full_tensor")
-    handle = block.unshard(async_op=True)
-    assert group.state is UNSHARDING
-    assert block.up.weight is shard, "until the gather is done modules hold what they held before"
-    handle.wait()
-    assert group.state is UNSHARDED
-    assert type(block.up.weight) is torch.nn.Parameter and block.up.weight.shape == full_shape
-    block.reshard()
-    assert group.state is SHARDED and block.up.weight is shard
 
 
 def test_a_lease_of_a_forward_or_backward_is_a_use_and_no_other_is() -> None:

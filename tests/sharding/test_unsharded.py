@@ -92,17 +92,6 @@ def test_forwards_inside_gather_nothing_and_see_changes(reshard: bool | None) ->
     assert_sharded(net)
 
 
-@distributed(2)
-def test_a_step_inside_trains_as_outside() -> None:
-    inside, outside = make_net(ours), make_net(ours)
-    with unsharded(inside):
-        inside(batch()).square().mean().backward()
-    outside(batch()).square().mean().backward()
-    for mine, wanted in zip(inside.parameters(), outside.parameters(), strict=True):
-        assert isinstance(mine.grad, DTensor) and isinstance(wanted.grad, DTensor)
-        assert torch.equal(mine.grad.to_local(), wanted.grad.to_local())
-
-
 @distributed(2, 4, matrix=[4])
 def test_the_first_rank_alone_may_run_forward_where_it_alone_is_full() -> None:
     net, whole = make_net(ours, prefetch_policy=DepthPrefetch()), make_net(None)
@@ -162,14 +151,6 @@ def test_what_did_not_change_keeps_the_precision_in_which_it_is_stored(rank0: bo
     for name, param in net.named_parameters():
         assert isinstance(param, DTensor) and param.dtype is torch.float32
         assert torch.equal(param.full_tensor(), wanted[name]), name
-
-
-@distributed(2)
-def test_copies_on_the_cpu_have_the_stored_precision() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    net, whole = make_net(ours, mp_policy=policy), make_net(None)
-    with unsharded(net, offload_to_cpu=True):
-        assert_full(net, whole)
 
 
 # -- what is opened -------------------------------------------------------------------------------
