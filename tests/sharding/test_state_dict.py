@@ -77,7 +77,9 @@ def test_the_state_dict_of_a_submodule_is_sharded_too() -> None:
 )
 @distributed(2, 4, matrix=[4])
 def test_a_full_state_dict_is_the_unsharded_models_where_it_was_asked_for(options: Any) -> None:
-    state = full_state_dict(sharded(build()), **options)
+    net = sharded(build())
+    state = full_state_dict(net, **options)
+    net.steps.add_(1)  # buffers are copied, too
     if options or dist.get_rank() == 0:
         assert_equal_state(state, build().state_dict())
         assert not any(isinstance(value, DTensor) for value in state.values())
