@@ -6,6 +6,7 @@ and has the state. ``GroupGradients`` collects gradients. Modules and the schedu
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -104,8 +105,18 @@ class FSDPParamGroup:
 
     def adopt_registered(self, params: Sequence[FSDPParam] | None = None) -> None:
         """Adopt the parameters that the modules hold now; see ``Gathering.adopt_registered``."""
-        if self.gathering.adopt_registered(params):
-            self.gradients.forget()
+        self.shared.queue.commit_sealed()  # to the parameters that are about to be replaced
+        before = [param.sharded for param in self.params]
+        if not self.gathering.adopt_registered(params):
+            return
+        both = zip(self.params, before, strict=True)
+        if self.gradients.forget({param for param, old in both if param.sharded is not old}):
+            warnings.warn(
+                f"parameters of {self.name!r} were replaced or changed their dtype, so gradients "
+                "that were reduced over one axis of the mesh are dropped; do so between steps",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     # -- the state machine ------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ is ready here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from operator import attrgetter, is_
@@ -221,12 +221,25 @@ class GroupGradients(ReductionSetups):
         self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
         return lost
 
-    def forget(self) -> None:
-        """Drop every unsharded gradient: the parameters were replaced."""
-        self._drop(keep=False)
+    def forget(self, replaced: Collection[FSDPParam]) -> bool:
+        """Make the reductions again, for other dtypes or other parameters.
+
+        Gradients stay, as they do in ``torch.nn.Module.to``. Those of ``replaced`` belonged to
+        parameters that are gone.
+
+        Returns:
+            Whether others are lost: results of a first reduction, which no second one can add.
+        """
+        for param in self.params:
+            total = self.take_of(param)
+            self._saved.pop(param, None)
+            self.set_grad(param, None if param in replaced else total)
+        self.has_unreduced, lost = self.waiting, self.strategy.unsynced
+        self.strategy.abandon(keep=False)
         self._setups.clear()
         if self.bucket is not None:
             self.bucket.forget()
+        return lost
 
     # -- gradients that no reduction has taken ----------------------------------------------------
 
