@@ -144,7 +144,8 @@ def require_between_steps(group: FSDPParamGroup, call: str) -> None:
         RuntimeError: if one does, saying so of ``call``.
     """
     if group.leases.in_use:
-        group.end_raised_backward()
+        for root in group.live_roots:
+            root.end_raised_backward()
     if group.leases.in_use:
         raise RuntimeError(
             f"{call} was called while parameter group {group.name!r} is in the middle of its "

@@ -41,7 +41,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -54,7 +54,7 @@ from fullshard.sharding.base.compat import (
 )
 from fullshard.sharding.base.tensors import map_tensors, tensors_in
 
-__all__ = ["Call", "ForwardPass", "ParameterGeneration"]
+__all__ = ["Call", "ForwardPass", "ParameterGeneration", "Root"]
 
 _Hook: TypeAlias = Callable[..., Any]  # what backward calls, with whatever autograd hands a hook
 
@@ -236,6 +236,16 @@ class _PostBackward(torch.autograd.Function):
     @untraced
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None, *(ctx.hook(grads) or grads))
+
+
+class Root(Protocol):
+    """The calls of a root that its groups make."""
+
+    def enter_backward(self) -> None:
+        """Begin a backward if none is in progress."""
+
+    def end_raised_backward(self) -> None:
+        """End a backward that raised, if nothing is in progress."""
 
 
 class ParameterGeneration:

@@ -151,7 +151,7 @@ class Buckets:
         for groups in _divide(gathered, _gathers_with_others):
             self.gathers.append(Bucket(groups))
             self.of.update(dict.fromkeys(groups, self.gathers[-1]))
-        for groups in _divide(gathered, lambda group: True):
+        for groups in _divide(gathered, lambda group: not group.joined):
             waiting = CoalescedReduction(len(groups))
             self.reductions.append(waiting)
             for group in groups:

@@ -17,7 +17,7 @@ import torch
 from fullshard.comm import EventKind, GatherConfig
 from fullshard.comm.spi import LISTENERS, coalesced_cap_mb, emit
 from fullshard.sharding.base.compat import not_pickled, untraced
-from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneration
+from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneration, Root
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import LeaseKind, Leases, ShardedState, TrainingState
 from fullshard.sharding.gather.gathering import Gathering, ParametersChangedError
@@ -48,8 +48,8 @@ class FSDPParamGroup:
         gradients: its gradients and how they are reduced.
         gather_cap_mb: MiB of small gathers that may share a launch; 0: it is gathered by itself.
         expired: numbers of forwards whose graphs were freed, until what they held is released.
-        announce_backward: reports a backward to the root, if the root has not seen it.
-        end_raised_backward: ends a backward of the root that raised, if nothing is in progress.
+        roots: the roots that have the group; see ``joined``.
+        joined: whether more than one had it: a parameter is tied between their models.
     """
 
     def __init__(self, params: Sequence[FSDPParam], policies: Policies, shared: RootComm) -> None:
@@ -74,7 +74,8 @@ class FSDPParamGroup:
         for param in params:
             param.group, param.generation = self, self.generation
             param.on_gradient = self.gradient_arrived
-        self.announce_backward = self.end_raised_backward = _no_root
+        self.roots: Sequence[weakref.ref[Root]] = ()
+        self.joined = False
         process_group = mesh_info.shard_process_group
         config = GatherConfig(
             comm=policies.wire.all_gather(process_group),
@@ -224,7 +225,13 @@ class FSDPParamGroup:
         """
         if not self.gradients.in_backward:
             self.gradients.in_backward = self.gradients.unannounced = True
-            self.announce_backward()
+            for root in self.live_roots:
+                root.enter_backward()
+
+    @property
+    def live_roots(self) -> list[Root]:
+        """The roots of models that exist."""
+        return [root for each in self.roots if (root := each()) is not None]
 
     def hold_for_graph(self, number: int) -> None:
         """Take the lease of a forward that keeps the group for its backward."""
@@ -387,10 +394,6 @@ class FSDPParamGroup:
     def __repr__(self) -> str:
         """Show name and state."""
         return f"FSDPParamGroup({self.name}, {self.state.name}, {self.leases})"
-
-
-def _no_root() -> None:
-    raise AssertionError("a group has a root before its first forward")
 
 
 def group_of(param: torch.Tensor) -> FSDPParamGroup | None:

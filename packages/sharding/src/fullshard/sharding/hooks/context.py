@@ -99,8 +99,6 @@ class RootContext:
         for group in self.groups:
             group.share(self.shared)
             group.generation.replacements += 1  # lists of the groups of a root are made again
-            group.announce_backward = self.enter_backward
-            group.end_raised_backward = self.end_raised_backward
 
     def use_schedule(self, schedule: Schedule) -> None:
         """Let ``schedule`` decide when each group communicates.

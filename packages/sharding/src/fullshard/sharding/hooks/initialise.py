@@ -7,9 +7,12 @@ not guess: errors are reported on every rank, before any parameter is gathered.
 from __future__ import annotations
 
 import warnings
+import weakref
+from typing import cast
 
 from torch import nn
 
+from fullshard.sharding.base.forward_pass import Root
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.agreement import check_agreement
 from fullshard.sharding.hooks.context import RootContext
@@ -51,11 +54,39 @@ def initialise_root(root: ModuleState) -> None:
     check_agreement(states, root, _find_error(groups))
     context = RootContext(root.device)
     context.adopt(states)
+    _join(context)
     for state in states:
         state.context = context
         state.be_root(state is root)
         state.initialised = True
     _warn_of_unmatched(root, groups, names)
+
+
+def _join(context: RootContext) -> None:
+    """Communicate as the other roots do that have a group of ``context``, too.
+
+    [Note: joined roots] A parameter that is tied between two models belongs to a group that both
+    roots gather and reduce. The backward of either root waits for the reductions of one queue.
+    Otherwise a reduction would be in the queue of one root, and the other root would miss it.
+    """
+    others = dict[RootContext, None]()
+    for group in context.groups:
+        found = [each for each in group.roots if not _is_taken_over(each(), context)]
+        group.roots = (*found, weakref.ref(context))
+        group.joined |= bool(found)  # also by a model that is gone: ranks free it when they like
+        others |= dict.fromkeys(cast(RootContext, r) for each in found if (r := each()) is not None)
+    if others:
+        first, *rest = others
+        first.schedule.buckets.clear()  # of reductions, in which a shared group has no part
+        for each in (*rest, context):
+            each.shared.queue.commit_sealed()
+            each.shared = first.shared
+            each.use_schedule(each.schedule)  # of which the buckets have a queue
+            each.share_streams(first.shared.streams)
+
+
+def _is_taken_over(root: Root | None, context: RootContext) -> bool:
+    return root is not None and cast(RootContext, root).states[0] in context.states
 
 
 def _name(root: ModuleState, states: list[ModuleState]) -> list[str]:
