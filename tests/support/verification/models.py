@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -103,7 +104,12 @@ def _hooked(name: str, method: str, hook: Callable[[Any], Any]) -> Fault:
         getattr(net.up.weight, method)(hook)
         return net
 
-    return Fault(name, Phase.GRADIENT, "up.weight", HOOK, build_model=build_model)
+    def shard_it(model: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "hooks on the gradients of up.weight are lost")
+            shard(model)
+
+    return Fault(name, Phase.GRADIENT, "up.weight", HOOK, build_model=build_model, shard=shard_it)
 
 
 def _halve(param: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ what follows changes them and does not raise. It communicates nothing.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import cast
 
@@ -15,7 +16,11 @@ from torch import nn
 from fullshard.sharding.access.state_dict import attach_state_dict_hooks
 from fullshard.sharding.api.managed import Managed
 from fullshard.sharding.api.module import FSDPModule, mixed_class_of
-from fullshard.sharding.base.compat import mark_sharded
+from fullshard.sharding.base.compat import (
+    hooks_after_accumulation,
+    hooks_on_gradient,
+    mark_sharded,
+)
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.context import RootContext
@@ -53,6 +58,7 @@ def construct(
     made = {
         _cut(original, cut, policies, device): original for original, cut in managed.cuts.items()
     }
+    _warn_of_hooks(made)
     groups = [FSDPParamGroup(each, policies, context.shared) for each in _by_process_groups(made)]
     for group in groups:
         group.gathering.set_post_forward_mesh(placed.post_forward_mesh(group.mesh_info))
@@ -96,6 +102,24 @@ def _cut(param: nn.Parameter, cut: Cut, policies: Policies, device: torch.device
         error.add_note(f"while asking the precision policy about {cut.name}")
         raise
     return FSDPParam(source, cut, policies.offload, dtypes)
+
+
+def _warn_of_hooks(made: dict[FSDPParam, nn.Parameter]) -> None:
+    """Warn of hooks on gradients of parameters that are replaced."""
+    lost = [
+        param.name
+        for param, original in made.items()
+        if hooks_on_gradient(original) or hooks_after_accumulation(original)
+    ]
+    if lost:
+        warnings.warn(
+            f"hooks on the gradients of {', '.join(lost)} are lost, because sharded parameters "
+            "take the place of these; after fully_shard, call "
+            "param.register_post_accumulate_grad_hook(hook), which finds the reduced gradient in "
+            "param.grad",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _by_process_groups(params: Iterable[FSDPParam]) -> Iterable[list[FSDPParam]]:

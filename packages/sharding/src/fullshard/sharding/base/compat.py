@@ -41,6 +41,7 @@ __all__ = [
     "functorch_is_active",
     "gradients_of",
     "hooks_after_accumulation",
+    "hooks_on_gradient",
     "in_transform",
     "is_legacy_batched",
     "local_of",
@@ -308,6 +309,9 @@ def add_tensor_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) 
     hooks[hook] = hook
     hooks.update(others)
 
+
+hooks_on_gradient: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
+"""Return the hooks that were registered with ``register_hook`` (``_backward_hooks``)."""
 
 hooks_after_accumulation: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 """Return the hooks that the user registered with ``register_post_accumulate_grad_hook``.

@@ -12,6 +12,7 @@ from typing import cast
 
 from torch import nn
 
+from fullshard.sharding.base.compat import hooks_on_gradient
 from fullshard.sharding.base.forward_pass import Root
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.agreement import check_agreement
@@ -60,6 +61,7 @@ def initialise_root(root: ModuleState) -> None:
         state.be_root(state is root)
         state.initialised = True
     _warn_of_unmatched(root, groups, names)
+    _warn_of_hooks(groups)
 
 
 def _join(context: RootContext) -> None:
@@ -120,6 +122,20 @@ def _warn_of_unmatched(root: ModuleState, groups: list[FSDPParamGroup], names: l
             f"the wire policy names {', '.join(map(repr, unmatched))}, which matches no parameter "
             f"of {type(root.modules[0]).__name__}; names are as in named_parameters(), such as "
             f"{names[0]!r}; correct the pattern or leave it away",
+            stacklevel=2,
+        )
+
+
+def _warn_of_hooks(groups: list[FSDPParamGroup]) -> None:
+    """Warn of hooks that backward never calls, as it computes gradients of full parameters."""
+    found = [param.name for g in groups for param in g.params if hooks_on_gradient(param.sharded)]
+    if found:
+        warnings.warn(
+            f"register_hook() was called on the sharded {', '.join(found)}: backward never calls "
+            "such a hook, because it computes the gradients of full parameters; call "
+            "param.register_post_accumulate_grad_hook(hook), which finds the reduced gradient in "
+            "param.grad",
+            RuntimeWarning,
             stacklevel=2,
         )
 

@@ -109,7 +109,7 @@ class _Experiments:
                 name="a hook on a parameter",
                 evidence=f"{name} has a hook by {kinds[0]} from before it was sharded; the sharded "
                 "parameter is another tensor, and does not call it, and without it both agree. "
-                "Register it after sharding",
+                "Register one after sharding, by register_post_accumulate_grad_hook",
             )
 
     def _of_modes(self) -> Iterator[Cause]:
