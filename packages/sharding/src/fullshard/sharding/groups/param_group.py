@@ -158,6 +158,7 @@ class FSDPParamGroup:
         if self._watches_writes:
             self._require_unchanged()
         if self.gathering.swap.replaced and not self.copied:
+            self.gathering.swap.require_tied()
             self.adopt_registered()
         has_copy = self.gathering.state is not ShardedState.SHARDED or self.leases.out
         if has_copy and self.gathering.stale:

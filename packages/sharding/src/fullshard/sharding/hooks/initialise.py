@@ -160,6 +160,7 @@ def _find_error(groups: list[FSDPParamGroup]) -> str:
     """Return what this rank finds wrong, or nothing."""
     try:
         for group in groups:
+            group.gathering.swap.require_tied()
             group.adopt_registered()
         _check_devices(groups)
         for group in groups:

@@ -112,6 +112,23 @@ class Swap:
         either = zip(found, self._sharded_at, self._full_at, strict=True)
         return not all(there is sharded or there is full for there, sharded, full in either)
 
+    def require_tied(self) -> None:
+        """Raise if a user put a tensor into some, but not all, of the places of one parameter.
+
+        Raises:
+            ValueError: names the parameter.
+        """
+        for param in self._params:
+            held = [place.held for place in param.places]
+            if any(each is not held[0] for each in held) and any(
+                _is_replaced(place, param) for place in param.places
+            ):
+                raise ValueError(
+                    f"{param.name} is tied: {len(held)} modules share it, and no longer hold the "
+                    "same tensor, because an assignment replaced it in some of them; assign one "
+                    "new parameter to all of them, or untie them before fully_shard"
+                )
+
     def require_own_data(self) -> None:
         """Raise if ``data`` of a sharded parameter was set; see [Note: data]."""
         require_own_data(self._params)
