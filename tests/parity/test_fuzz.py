@@ -1,9 +1,9 @@
 """Training runs drawn at random follow the unsharded model, step by step.
 
 A seed is a whole run: model, wrapping, mesh, policies, accumulation, checkpointing, what ranks
-skip, and around it placements, offload, wrapped optimizers, and moves of state from run to run. A
-few seeds run always, more in the matrix. ``nox -s fuzz -- --seeds 0:1000`` runs any, and
-``nox -s fuzz -- --seeds 17`` one that failed, again.
+skip, and around it placements, offload, wrapped optimizers, and moves of state from run to run; a
+third test adds what else programs do. A few seeds run always, more in the matrix. ``nox -s fuzz --
+--seeds 0:1000`` runs any, and ``nox -s fuzz -- --seeds 17`` one that failed, again.
 """
 
 from __future__ import annotations
@@ -12,8 +12,18 @@ from collections import Counter
 
 import pytest
 
-from support.fuzz.around import BEFORE, BETWEEN, MOVES, PLACED, Norm, draw_around
+from support.fuzz.around import (
+    BEFORE,
+    BETWEEN,
+    MORE_BEFORE,
+    MORE_BETWEEN,
+    MOVES,
+    PLACED,
+    Norm,
+    draw_around,
+)
 from support.fuzz.case import draw
+from support.fuzz.more import Loss, draw_more
 from support.fuzz.run import run_case
 from support.products import few
 from support.ranks import RanksFailed, run_on_ranks
@@ -23,6 +33,7 @@ ALWAYS = (0, 17, 18, 20, 22, 40, 5179)  # on several ranks; they draw every feat
 # 304: a parameter that is frozen between backwards without synchronisation, in canonical order
 MATRIX = (*range(60), 304, 5179)
 ALWAYS_AROUND = (8, 27, 50, 58, 304)
+ALWAYS_MORE = (2, 3)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -30,9 +41,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
         asked = metafunc.config.getoption("--seeds")
         seeds = MATRIX if asked is None else _range(asked)
-        around = metafunc.function is test_so_does_a_run_with_other_features_around_it
-        always = ALWAYS_AROUND if around else ALWAYS
-        values = few(seeds, *always) if asked is None else seeds
+        values = few(seeds, *_ALWAYS[metafunc.function]) if asked is None else seeds
         metafunc.parametrize("seed", values, ids=[f"seed{seed}" for seed in seeds])
 
 
@@ -41,12 +50,12 @@ def _range(text: str) -> range:
     return range(int(start), int(end) if colon else int(start) + 1)
 
 
-def _run(seed: int, *, around: bool = False) -> None:
+def _run(seed: int, *, around: bool = False, more: bool = False) -> None:
     case = draw(seed)
     try:
-        run_on_ranks(run_case, case.world_size, seed, around)
+        run_on_ranks(run_case, case.world_size, seed, around, more)
     except RanksFailed as failed:
-        features = draw_around(case) if around else ""
+        features = draw_more(case) if more else draw_around(case) if around else ""
         raise AssertionError(
             f"seed {seed} fails; run it again by `nox -s fuzz -- --seeds {seed}`\n"
             f"{case}\n{features}\n{failed}"
@@ -60,6 +69,18 @@ def test_a_run_drawn_at_random_equals_the_unsharded_model(seed: int) -> None:
 def test_so_does_a_run_with_other_features_around_it(seed: int) -> None:
     """Placements, offload, wrapped optimizers, checks, and what programs do between backwards."""
     _run(seed, around=True)
+
+
+def test_so_does_a_run_of_a_program_that_does_more(seed: int) -> None:
+    """Scalers, closures, second backwards, averages, interrupts, settings between backwards."""
+    _run(seed, more=True)
+
+
+_ALWAYS = {
+    test_a_run_drawn_at_random_equals_the_unsharded_model: ALWAYS,
+    test_so_does_a_run_with_other_features_around_it: ALWAYS_AROUND,
+    test_so_does_a_run_of_a_program_that_does_more: ALWAYS_MORE,
+}
 
 
 def test_the_fixed_seeds_draw_every_feature_at_least_twice() -> None:
@@ -102,3 +123,17 @@ def test_the_seeds_of_the_matrix_draw_every_feature_around_a_run() -> None:
         found.update(name for name in ("mixed", "two_groups") if getattr(drawn, name))
     wanted = {*PLACED, *BEFORE, *BETWEEN, *MOVES, *Norm, "gradients in files", "mixed"}
     assert not wanted - {*found}, f"{wanted - {*found}} are never drawn"
+
+
+def test_the_seeds_of_the_matrix_draw_all_that_a_program_may_do_more() -> None:
+    found: Counter[object] = Counter()
+    for case in map(draw, MATRIX):
+        drawn, more = draw_more(case)
+        found.update(name for names in (*drawn.before, *drawn.between) for name in names)
+        found.update(loss for losses in more.losses for loss in losses)
+        found["closure"] += more.closure
+        found["averages"] += more.averages
+        found["overflow"] += any(map(more.overflows_in, range(len(case.steps))))
+    wanted = {*MORE_BEFORE, *MORE_BETWEEN, *Loss, "closure", "averages", "overflow"}
+    rare = {name for name in wanted if found[name] < 2}
+    assert not rare, f"{rare} are hardly drawn"

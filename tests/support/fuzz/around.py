@@ -31,6 +31,8 @@ from support.ranks import cpu_mesh
 __all__ = [
     "BEFORE",
     "BETWEEN",
+    "MORE_BEFORE",
+    "MORE_BETWEEN",
     "MOVES",
     "NOTHING",
     "ONE_AXIS",
@@ -40,6 +42,7 @@ __all__ = [
     "AroundCase",
     "Norm",
     "draw_around",
+    "is_reentrant",
 ]
 
 P = ShardingPlacements
@@ -71,6 +74,15 @@ BEFORE = (  # see ``support.fuzz.events``
 )
 MOVES = ("", "", "dtensors", "full", "files", "plain", "ours")
 BETWEEN = ("", "", "evaluate", "read", "fail", "freeze")
+MORE_BEFORE = (*BEFORE, "interrupt", "replace a parameter", "average")
+MORE_BETWEEN = (
+    *BETWEEN,
+    "interrupt",
+    "change placements",
+    "change the reshard",
+    "replace a parameter",
+    "average",
+)
 VARIANTS: tuple[dict[str, bool], ...] = (
     {},
     {"foreach": False},
@@ -183,7 +195,7 @@ def _places(rng: random.Random, case: FuzzCase) -> dict[str, Any]:
     if case.canonical:  # in which ranks keep no full parameters
         known = [name for name in known if PLACED[name].compute != ()]
     wrapped = ["plain", "files", "host"]
-    if not any(_is_reentrant(node) for node in case.nodes):  # which may reduce a group twice
+    if not any(is_reentrant(node) for node in case.nodes):  # which may reduce a group twice
         wrapped += ["overlapped"] * 2
     return {
         "placements": rng.choice(["", *known]),
@@ -200,8 +212,9 @@ def _more_places(rng: random.Random, offload: str, optimizer: str) -> dict[str, 
     }
 
 
-def _is_reentrant(node: NodeCase) -> bool:
-    return node.checkpointing is Checkpointing.REENTRANT or any(map(_is_reentrant, node.children))
+def is_reentrant(node: NodeCase) -> bool:
+    """Whether the node, or one in it, runs under reentrant checkpointing."""
+    return node.checkpointing is Checkpointing.REENTRANT or any(map(is_reentrant, node.children))
 
 
 class Around:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from fullshard.sharding import FSDPModule, unsharded
-from support.fuzz.around import BEFORE, BETWEEN, ONE_AXIS, PLACED, TWO_LEVELS
+from support.fuzz.around import MORE_BEFORE, ONE_AXIS, PLACED, TWO_LEVELS
 from support.fuzz.pair import Pair
 
 __all__ = ["before_micro_batch", "before_step"]
@@ -38,11 +38,15 @@ def before_micro_batch(pair: Pair, micro: int) -> None:
         pair.compare_parameters("between backwards")
     if name == "freeze":
         _freeze(pair)
-    if name == "fail":
-        _raise_somewhere(pair)
+    if name in ("fail", "interrupt"):
+        _raise_somewhere(pair, _PlannedError if name == "fail" else _Interrupt)
         if pair.case.canonical:
             with torch.no_grad():
                 pair.run.model(_ones(), 0)
+    if name in ("change placements", "change the reshard", "average"):
+        _BEFORE[name](pair)
+    if name == "replace a parameter" and not _reduces_twice(pair):
+        _replace(pair)
 
 
 # -- before a step --------------------------------------------------------------------------------
@@ -124,12 +128,12 @@ def _change_placements(pair: Pair) -> None:
                 pair.run.model.set_placements(chosen)
 
 
-def _fail(pair: Pair) -> None:
+def _fail(pair: Pair, kind: type[BaseException] | None = None) -> None:
     """Raise in a forward, or in a backward, on all ranks; drop the gradients.
 
     In the canonical order ranks raise in different modules, and a forward follows.
     """
-    _raise_somewhere(pair)
+    _raise_somewhere(pair, kind or _PlannedError)
     for optimizer in pair.optimizers:
         optimizer.zero_grad()
     if pair.case.canonical:
@@ -137,7 +141,7 @@ def _fail(pair: Pair) -> None:
             pair.run.model(_ones(), 0)
 
 
-def _raise_somewhere(pair: Pair) -> None:
+def _raise_somewhere(pair: Pair, kind: type[BaseException]) -> None:
     """Raise in a module that runs, in a forward or in its backward."""
     part = pair.rng.choice(_running(pair.oracle.model))
     if pair.case.canonical:
@@ -145,18 +149,18 @@ def _raise_somewhere(pair: Pair) -> None:
     backward = pair.rng.random() < 0.5
 
     def fail(*_: Any) -> None:
-        raise _PlannedError
+        raise kind
 
     def fail_in_backward(module: nn.Module, args: Any, out: torch.Tensor) -> None:
         if not out.requires_grad:
-            raise _PlannedError
+            raise kind
         out.register_hook(fail)
 
     hook = fail_in_backward if backward else fail
     handle = pair.run.model.get_submodule(part).register_forward_hook(hook)
     try:
         pair.run.model(_ones(), 0).sum().backward()
-    except _PlannedError:
+    except (_PlannedError, _Interrupt):
         return
     finally:
         handle.remove()
@@ -184,6 +188,52 @@ def _ones() -> torch.Tensor:
 
 class _PlannedError(Exception):
     """What ``_raise_somewhere`` raises."""
+
+
+class _Interrupt(BaseException):
+    """What Ctrl-C raises: torch calls no hooks of a module for it."""
+
+
+def _interrupt(pair: Pair) -> None:
+    """Do what ``_fail`` does, by an interrupt."""
+    _fail(pair, _Interrupt)
+
+
+def _replace(pair: Pair) -> None:
+    """Put a new parameter into the place of one that trains, with the state of the old one."""
+    name = _pick(pair)
+    places = [each.get_parameter(name) for each in pair.models]
+    held = [list(each.named_parameters(remove_duplicate=False)) for each in pair.models]
+    tied = sum(param is places[1] for _, param in held[1]) > 1
+    if tied or pair.run.around.case.optimizer != "plain" or not places[1].requires_grad:
+        return
+    for module in pair.run.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+        old = model.get_parameter(name)
+        new = nn.Parameter(old.detach() * 0.5)
+        path, _, key = name.rpartition(".")
+        setattr(model.get_submodule(path), key, new)
+        for group in optimizer.param_groups:
+            group["params"] = [new if each is old else each for each in group["params"]]
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
+    pair.forget_averages()
+
+
+def _reduces_twice(pair: Pair) -> bool:
+    """Whether results of a first reduction may wait, which a new parameter makes void."""
+    around = pair.run.around
+    placed = around.case.placements
+    return around.has_replicas or (bool(placed) and placed not in ONE_AXIS)
+
+
+def _average(pair: Pair) -> None:
+    """Compare a forward with the averages in the place of the weights."""
+    if pair.averages is not None and pair.averages.count:
+        with pair.averages.swapped():
+            pair.compare_evaluations(9)
 
 
 def _evaluate(pair: Pair) -> None:
@@ -216,6 +266,8 @@ _BEFORE: dict[str, Callable[[Pair], None]] = {
     "fail": _fail,
     "evaluate": _evaluate,
     "keep zeros": _keep_zeros,
+    "interrupt": _interrupt,
+    "replace a parameter": _replace,
+    "average": _average,
 }
-assert tuple(_BEFORE) == BEFORE
-assert {*BETWEEN} == {"", "evaluate", "read", "fail", "freeze"}
+assert tuple(_BEFORE) == MORE_BEFORE

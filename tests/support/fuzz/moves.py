@@ -57,6 +57,7 @@ def move_before_step(pair: Pair) -> None:
         new.optimizer.total_norm = old.optimizer.total_norm
         pair.oracle.norm = wanted
     pair.oracle.clips_as(new.around.case)
+    pair.forget_averages()
 
 
 def _states(model: Any, optimizer: Any, options: StateDictOptions | None = None) -> Any:

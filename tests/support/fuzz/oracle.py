@@ -13,7 +13,8 @@ from torch import nn
 
 from support.fuzz.around import AroundCase, Norm
 from support.fuzz.case import FuzzCase, StepCase
-from support.fuzz.model import Root, inputs_of, loss_of, optimizer_of
+from support.fuzz.model import Root, loss_of, optimizer_of
+from support.fuzz.more import Program
 
 __all__ = ["Oracle"]
 
@@ -27,10 +28,12 @@ class Oracle:
         model: the model.
         optimizer: its optimizer.
         norm: of the last step's gradients, if a step is clipped by that; None: unknown.
+        scaler: of its losses.
     """
 
-    def __init__(self, case: FuzzCase, around: AroundCase) -> None:
-        self._case, self._around = case, around
+    def __init__(self, case: FuzzCase, around: AroundCase, program: Program) -> None:
+        self._case, self._around, self._program = case, around, program
+        self.scaler = program.scaler()
         self.model = Root(case)
         self.optimizer = optimizer_of(self.model, case, around)
         self.norm: torch.Tensor | None = None
@@ -63,12 +66,12 @@ class Oracle:
         """Add the gradients of a micro-batch: the mean of those of all ranks."""
         ranks = self._case.world_size
         for rank in range(ranks):
-            loss = self.loss(inputs_of(self._case, rank, step, micro))
+            loss = self._program.loss(self.computing(), self.scaler, rank, step, micro)
             if self._narrow is None:
-                (loss / ranks).backward()
+                self._program.backward(loss / ranks, step, micro)
                 continue
             self._narrow.zero_grad()
-            loss.backward()
+            self._program.backward(loss, step, micro)
             for copied, param in zip(
                 self._narrow.parameters(), self.model.parameters(), strict=True
             ):

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from support.fuzz.around import Around, AroundCase
 from support.fuzz.case import FuzzCase
 from support.fuzz.model import inputs_of, loss_of, optimizer_of, sharded
+from support.fuzz.more import PLAIN, Averages, MoreCase, Program
 from support.fuzz.oracle import Oracle
 from support.parity.compare import Tolerance, assert_equal, full
 
@@ -40,14 +41,28 @@ class Pair:
         oracle: the unsharded run.
         rng: draws details of events, alike on all ranks.
         step: the number of the step.
+        program: what else it does.
+        scaler: of the sharded run.
+        averages: those of both, if the program keeps any.
     """
 
-    def __init__(self, case: FuzzCase, drawn: AroundCase, folder: Path) -> None:
+    def __init__(
+        self, case: FuzzCase, drawn: AroundCase, folder: Path, more: MoreCase = PLAIN
+    ) -> None:
         self.case, self.drawn, self.folder = case, drawn, folder
+        self.program = Program(case, more)
         self.run = self.build(drawn)
-        self.oracle = Oracle(case, drawn)
+        self.oracle = Oracle(case, drawn, self.program)
         self.rng = random.Random(f"events {case.seed}")
         self.step = 0
+        self.scaler = self.program.scaler()
+        self.averages: Averages | None = None
+        self.forget_averages()
+
+    def forget_averages(self) -> None:
+        """Begin averages anew: those of other parameters are of no use."""
+        if self.program.more.averages:
+            self.averages = Averages(*self.models)
 
     def build(self, drawn: AroundCase) -> ShardedRun:
         """Return a new sharded run."""
@@ -73,6 +88,11 @@ class Pair:
         return self.run.optimizer, self.oracle.optimizer
 
     @property
+    def scalers(self) -> tuple[torch.amp.GradScaler, torch.amp.GradScaler]:
+        """The scalers of both."""
+        return self.scaler, self.oracle.scaler
+
+    @property
     def tolerance(self) -> Tolerance:
         """How far apart rounding may bring both."""
         dtype = torch.float32 if self.drawn.mixed else None
@@ -80,8 +100,7 @@ class Pair:
 
     def loss(self, micro: int) -> torch.Tensor:
         """Return the loss of this rank's part of a micro-batch, of the sharded model."""
-        inputs = inputs_of(self.case, dist.get_rank(), self.step, micro)
-        return loss_of(self.run.model, inputs)
+        return self.program.loss(self.run.model, self.scaler, dist.get_rank(), self.step, micro)
 
     def pairs(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
         """Return each parameter of the sharded model, and that of the other."""

@@ -6,6 +6,7 @@ import gc
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from fullshard.sharding import FSDPModule, SlowRanks, clip_grad_norm_
 from support.fuzz.around import NOTHING, AroundCase, Norm, draw_around
 from support.fuzz.case import FuzzCase, StepCase, draw
 from support.fuzz.events import before_micro_batch, before_step
+from support.fuzz.more import PLAIN, MoreCase, draw_more
 from support.fuzz.moves import move_before_step
 from support.fuzz.pair import Pair
 
@@ -24,23 +26,27 @@ __all__ = ["run_case", "run_drawn"]
 LARGEST_NORM_ERROR = 64  # eps
 
 
-def run_case(seed: int, around: bool = False) -> None:
+def run_case(seed: int, around: bool = False, more: bool = False) -> None:
     """Trains sharded and unsharded, and raises where they differ.
 
     Args:
         seed: of the run.
         around: whether other features are drawn to be around it.
+        more: whether the program does more, too.
     """
     case = draw(seed)
-    run_drawn(case, draw_around(case) if around else NOTHING)
+    if more:
+        run_drawn(case, *draw_more(case))
+    else:
+        run_drawn(case, draw_around(case) if around else NOTHING)
 
 
-def run_drawn(case: FuzzCase, drawn: AroundCase) -> None:
-    """Do what ``run_case`` does, for a case and what is around it."""
+def run_drawn(case: FuzzCase, drawn: AroundCase, more: MoreCase = PLAIN) -> None:
+    """Do what ``run_case`` does, for a case, what is around it, and what else it does."""
     watch, threads = SlowRanks() if drawn.watches else None, {*threading.enumerate()}
     with tempfile.TemporaryDirectory(prefix="fullshard-fuzz-") as folder:
         with watch or nullcontext():
-            _train(Pair(case, drawn, Path(folder)))
+            _train(Pair(case, drawn, Path(folder), more))
             if watch is not None:
                 watch.report()
         _require_nothing_left(Path(folder), threads)
@@ -54,9 +60,18 @@ def _train(pair: Pair) -> None:
         if plan.evaluates:
             pair.compare_evaluations(7)
         with pair.run.around.step() as before_update:
-            _backwards(pair, plan)
-            _step(pair, plan, before_update)
+            if pair.program.more.closure:
+                _step_by_closure(pair, plan, before_update)
+            else:
+                _backwards(pair, plan)
+                norms = _prepare_step(pair, plan, before_update)
+                for optimizer, scaler in zip(pair.optimizers, pair.scalers, strict=True):
+                    scaler.step(optimizer)
+                    scaler.update()
+                _end_step(pair, norms)
         pair.compare_parameters(f"after step {step}")
+        if pair.averages is not None:
+            pair.averages.update()
 
 
 def _backwards(pair: Pair, plan: StepCase) -> None:
@@ -80,14 +95,36 @@ def _backwards(pair: Pair, plan: StepCase) -> None:
             clipped = plan.max_norm is not None
             block = around.last_backward(pair.run.optimizer, pair.step, clipped)
         with block:
-            loss.backward()
+            pair.program.backward(loss, pair.step, micro)
         pair.oracle.backward(pair.step, micro)
 
 
-def _step(pair: Pair, plan: StepCase, before_update: object) -> None:
+_Norms = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def _step_by_closure(pair: Pair, plan: StepCase, before_update: Callable[[], None]) -> None:
+    """Let the optimizer of the sharded model call for the backwards of both runs."""
+    norms: list[_Norms] = []
+
+    def closure() -> float:
+        _backwards(pair, plan)
+        norms.append(_prepare_step(pair, plan, before_update))
+        return 0.0
+
+    pair.run.optimizer.step(closure)
+    pair.oracle.optimizer.step()
+    (found,) = norms
+    _end_step(pair, found)
+
+
+def _prepare_step(pair: Pair, plan: StepCase, before_update: Callable[[], None]) -> _Norms:
+    """Compare and clip, and return the norms of both."""
     drawn = pair.run.around.case
     begun = drawn.optimizer == "overlapped"  # some parameters are stepped, and scaled, already
-    if drawn.norm is not Norm.PREVIOUS:
+    for optimizer, scaler in zip(pair.optimizers, pair.scalers, strict=True):
+        scaler.unscale_(optimizer)
+    finite = not pair.program.more.overflows_in(pair.step)
+    if drawn.norm is not Norm.PREVIOUS and finite:
         pair.compare_gradients(f"step {pair.step}")
     if not begun:
         pair.compare_parameters(f"step {pair.step}")
@@ -95,16 +132,22 @@ def _step(pair: Pair, plan: StepCase, before_update: object) -> None:
     if drawn.norm is Norm.BY_HAND and plan.max_norm is not None:
         norm = clip_grad_norm_(pair.run.model, plan.max_norm)
     wanted = pair.oracle.clip(plan)
-    assert callable(before_update)
     before_update()
-    for optimizer in pair.optimizers:
-        optimizer.step()
+    return norm, wanted
+
+
+def _end_step(pair: Pair, norms: _Norms) -> None:
+    """Compare what was stepped, and prepare for the next step."""
+    norm, wanted = norms
+    drawn, finite = pair.run.around.case, not pair.program.more.overflows_in(pair.step)
     if drawn.norm is not Norm.BY_HAND:
         norm = pair.run.optimizer.total_norm
-    pair.compare_gradients(f"that were stepped in {pair.step}")
+    if finite:
+        pair.compare_gradients(f"that were stepped in {pair.step}")
     assert (norm is None) is (wanted is None)
-    if norm is not None and wanted is not None:
+    if norm is not None and wanted is not None and finite:
         _compare_norms(pair, norm, wanted)
+    assert len({scaler.get_scale() for scaler in pair.scalers}) == 1
     for optimizer in pair.optimizers:
         optimizer.zero_grad(set_to_none=not drawn.fills_zeros)
         for group in optimizer.param_groups if drawn.decays else ():

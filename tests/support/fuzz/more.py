@@ -1,0 +1,195 @@
+"""What else a user's program does, drawn at random: a third way to run a seed.
+
+They are: ``GradScaler``, closures, graphs that backward goes through twice, averages of weights,
+interrupts, new parameters in the place of others, and settings that change between micro-batches.
+
+Owns ``MoreCase``, its draws, and the averages of both runs. A seed names the same run without them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.optim import ExponentialMovingAverage
+from support.fuzz.around import (
+    MORE_BEFORE,
+    MORE_BETWEEN,
+    AroundCase,
+    Norm,
+    draw_around,
+    is_reentrant,
+)
+from support.fuzz.case import FuzzCase
+from support.fuzz.model import inputs_of, loss_of
+
+__all__ = ["DECAY", "PLAIN", "Averages", "Loss", "MoreCase", "Program", "draw_more"]
+
+DECAY = 0.7
+
+
+class Loss(Enum):
+    """What becomes of the loss of a micro-batch."""
+
+    ONCE = "once"
+    TWICE = "twice"  # backward goes through one graph twice
+    PENALTY = "penalty"  # on the gradient of the input: a backward of a backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoreCase:
+    """What else a program does.
+
+    Attributes:
+        overflows: for each step the rank of which the loss is infinite, or -1; None: no scaler.
+        closure: whether the optimizer's step calls a closure that runs the backwards.
+        losses: for each step, what becomes of the loss of each micro-batch.
+        averages: whether averages of the weights are kept.
+    """
+
+    overflows: tuple[int, ...] | None = None
+    closure: bool = False
+    losses: tuple[tuple[Loss, ...], ...] = ()
+    averages: bool = False
+
+    def loss(self, step: int, micro: int) -> Loss:
+        """Return what becomes of a loss."""
+        return self.losses[step][micro] if self.losses else Loss.ONCE
+
+    def overflows_in(self, step: int) -> bool:
+        """Whether the gradients of a step are not finite, so that the step is skipped."""
+        return self.overflows is not None and self.overflows[step] >= 0
+
+
+PLAIN = MoreCase()
+
+
+def draw_more(case: FuzzCase) -> tuple[AroundCase, MoreCase]:
+    """Draw what is around a run, and what else its program does."""
+    rng = random.Random(f"more {case.seed}")
+    steps = [len(step.synchronise) for step in case.steps]
+    kinds = [Loss.ONCE, Loss.ONCE, Loss.TWICE]
+    if any(map(is_reentrant, case.nodes)):
+        kinds.remove(Loss.TWICE)  # torch's own frees what the second one needs
+    else:
+        kinds.append(Loss.PENALTY)  # autograd.grad, which that does not know
+    scales = rng.random() < 0.4
+    more = MoreCase(
+        overflows=tuple(_rank(rng, case) for _ in steps) if scales else None,
+        closure=not scales and rng.random() < 0.4,
+        losses=tuple(tuple(rng.choice(kinds) for _ in range(count)) for count in steps),
+        averages=rng.random() < 0.5,
+    )
+    around = draw_around(case)
+    before = [[*rng.sample(MORE_BEFORE, rng.randint(0, 2))] for _ in steps]
+    between = [[rng.choice(MORE_BETWEEN) for _ in range(1, count)] for count in steps]
+    for events, step in zip(between, case.steps, strict=True):
+        if step.forwards_first:  # of which graphs are alive
+            events[:] = ["" for _ in events]
+    found = replace(
+        around,
+        before=tuple(map(tuple, before)),
+        between=tuple(map(tuple, between)),
+        moves=tuple(way if rng.random() < 0.3 else "" for way in around.moves),
+    )
+    keeps = any(name in ("fail", "interrupt") for events in between for name in events)
+    return _possible(found, more, keeps), more
+
+
+def _rank(rng: random.Random, case: FuzzCase) -> int:
+    return rng.randrange(case.world_size) if rng.random() < 0.4 else -1
+
+
+def _possible(around: AroundCase, more: MoreCase, keeps: bool) -> AroundCase:
+    """Return what can be around a run whose program does ``more``.
+
+    Args:
+        around: what was drawn.
+        more: what the program does.
+        keeps: whether gradients that are not reduced are to outlive an error.
+    """
+    moved = tuple(_possible(each, more, keeps) for each in around.moved)
+    around = replace(around, moved=moved, keeps_unsynced=keeps)
+    if more.closure or more.overflows is not None:  # neither is beside backward
+        around = replace(around, overlaps=tuple(False for _ in around.overlaps))
+    if more.overflows is not None:  # who clips looks at gradients that are scaled back
+        around = replace(around, norm=Norm.BY_HAND, checks=False)
+    return around
+
+
+class Program:
+    """What a program makes of losses, in both runs."""
+
+    def __init__(self, case: FuzzCase, more: MoreCase) -> None:
+        self._case, self.more = case, more
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """Return a new scaler, which changes nothing if the program has none."""
+        scales = self.more.overflows is not None
+        return torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scales)
+
+    def loss(
+        self, model: Any, scaler: torch.amp.GradScaler, rank: int, step: int, micro: int
+    ) -> torch.Tensor:
+        """Return a rank's loss: with a penalty, or infinite, and scaled."""
+        x, skips = inputs_of(self._case, rank, step, micro)
+        penalty = self.more.loss(step, micro) is Loss.PENALTY
+        dtype = next(model.parameters()).dtype
+        x = x.to(dtype).requires_grad_(penalty)
+        loss = loss_of(model, (x, skips))
+        if penalty:
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = loss + slope.square().sum()
+        if self.more.overflows is not None and (micro, rank) == (0, self.more.overflows[step]):
+            loss = loss * float("inf")
+        scaled: torch.Tensor = scaler.scale(loss)
+        return scaled
+
+    def backward(self, loss: torch.Tensor, step: int, micro: int) -> None:
+        """Run the backward of a loss, or run it twice."""
+        if self.more.loss(step, micro) is Loss.TWICE:
+            loss.backward(retain_graph=True)
+        loss.backward()
+
+
+class Averages:
+    """The moving averages of a sharded model's weights, and of the unsharded one's.
+
+    Attributes:
+        count: updates so far.
+    """
+
+    def __init__(self, model: Any, whole: nn.Module) -> None:
+        self._mine = ExponentialMovingAverage(model, DECAY)
+        self._whole = [param for param in whole.parameters() if param.requires_grad]
+        self._theirs = [param.detach().clone() for param in self._whole]
+        self.count = 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights into the averages; the first update copies."""
+        self._mine.update()
+        for average, param in zip(self._theirs, self._whole, strict=True):
+            average.lerp_(param, 1 - DECAY if self.count else 1.0)
+        self.count += 1
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Give both models the averages inside the block."""
+        own = [param.detach().clone() for param in self._whole]
+        self._write(self._theirs)
+        with self._mine.swapped():
+            yield
+        self._write(own)
+
+    @torch.no_grad()
+    def _write(self, values: list[torch.Tensor]) -> None:
+        for param, value in zip(self._whole, values, strict=True):
+            param.copy_(value)
