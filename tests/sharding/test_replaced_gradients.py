@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard.sharding import ShardingPlacements, fully_shard
+from support.modules import Assembled
 from support.parity.compare import assert_equal, gradients_of, rounding
 from support.ranks import cpu_mesh, distributed
 from support.surface.model import batch, build, sharded
@@ -73,3 +75,30 @@ def test_results_of_a_first_reduction_are_dropped_with_a_warning() -> None:
     model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
     gradient: Any = model.weight.grad
     assert torch.equal(gradient.full_tensor(), torch.ones(4, 4, dtype=torch.float64))
+
+
+def _skipping() -> Any:
+    torch.manual_seed(0)
+    extra, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    return Assembled(lambda m, x, runs: m.last(m.extra(x) if runs else x), extra=extra, last=last)
+
+
+@distributed(2)
+def test_in_the_canonical_order_a_rank_that_skips_a_group_has_its_new_parameter(
+    world_size: int,
+) -> None:
+    model, whole = _skipping(), _skipping()
+    fully_shard(model.extra)
+    fully_shard(model)
+    model.set_canonical_order()
+    for step in range(3):
+        for each in (model, whole):
+            if step:
+                weight = each.extra.weight.detach()
+                each.extra.weight = nn.Parameter(weight * 0.5)
+            each.zero_grad()
+        model(torch.ones(2, 4), dist.get_rank() == step % 2).square().sum().backward()
+        for rank in range(world_size):
+            (whole(torch.ones(2, 4), rank == step % 2).square().sum() / world_size).backward()
+        allowed = rounding(world_size, steps=step + 1)
+        assert_equal(gradients_of(model), gradients_of(whole), allowed, f"gradients {step}")

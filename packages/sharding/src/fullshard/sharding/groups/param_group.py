@@ -6,7 +6,6 @@ and has the state. ``GroupGradients`` collects gradients. Modules and the schedu
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -108,16 +107,19 @@ class FSDPParamGroup:
         """Adopt the parameters that the modules hold now; see ``Gathering.adopt_registered``."""
         self.shared.queue.commit_sealed()  # to the parameters that are about to be replaced
         before = [param.sharded for param in self.params]
-        if not self.gathering.adopt_registered(params):
-            return
-        both = zip(self.params, before, strict=True)
-        if self.gradients.forget({param for param, old in both if param.sharded is not old}):
-            warnings.warn(
-                f"parameters of {self.name!r} were replaced or changed their dtype, so gradients "
-                "that were reduced over one axis of the mesh are dropped; do so between steps",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        if self.gathering.adopt_registered(params):
+            both = zip(self.params, before, strict=True)
+            self.gradients.forget({param for param, old in both if param.sharded is not old})
+
+    def adopt_replaced(self) -> None:
+        """Adopt the parameters that a user put into the place of others, if there are any.
+
+        Raises:
+            ValueError: if one is not sharded as the parameter was, or not in all places of a tie.
+        """
+        if self.gathering.swap.replaced and not self.copied:
+            self.gathering.swap.require_tied()
+            self.adopt_registered()
 
     # -- the state machine ------------------------------------------------------------------------
 
@@ -157,9 +159,7 @@ class FSDPParamGroup:
             self.gathering.swap.require_own_data()
         if self._watches_writes:
             self._require_unchanged()
-        if self.gathering.swap.replaced and not self.copied:
-            self.gathering.swap.require_tied()
-            self.adopt_registered()
+        self.adopt_replaced()
         has_copy = self.gathering.state is not ShardedState.SHARDED or self.leases.out
         if has_copy and self.gathering.stale:
             self.leases.drop(LeaseKind.KEPT, LeaseKind.PREFETCH)

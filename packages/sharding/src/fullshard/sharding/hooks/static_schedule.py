@@ -92,6 +92,7 @@ class StaticSchedule(Schedule):
         self._end_raised()
         for group in () if backward else self._groups:
             group.drop_leases(*_LEFT)
+            group.adopt_replaced()  # also on a rank that will skip it
         self._without_gather = {
             group
             for state in self._states

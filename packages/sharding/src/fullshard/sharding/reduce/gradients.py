@@ -19,6 +19,7 @@ is ready here.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
@@ -221,25 +222,29 @@ class GroupGradients(ReductionSetups):
         self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
         return lost
 
-    def forget(self, replaced: Collection[FSDPParam]) -> bool:
+    def forget(self, replaced: Collection[FSDPParam]) -> None:
         """Make the reductions again, for other dtypes or other parameters.
 
         Gradients stay, as they do in ``torch.nn.Module.to``. Those of ``replaced`` belonged to
-        parameters that are gone.
-
-        Returns:
-            Whether others are lost: results of a first reduction, which no second one can add.
+        parameters that are gone. Warns if results of a first reduction are lost, which no second
+        reduction can add.
         """
         for param in self.params:
             total = self.take_of(param)
             self._saved.pop(param, None)
             self.set_grad(param, None if param in replaced else total)
-        self.has_unreduced, lost = self.waiting, self.strategy.unsynced
-        self.strategy.abandon(keep=False)
+        self.has_unreduced = self.waiting
+        if self.strategy.unsynced:
+            self.strategy.abandon(keep=False)
+            warnings.warn(
+                f"parameters of {self.name!r} were replaced or changed their dtype, so gradients "
+                "that were reduced over one axis of the mesh are dropped; do so between steps",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         self._setups.clear()
         if self.bucket is not None:
             self.bucket.forget()
-        return lost
 
     # -- gradients that no reduction has taken ----------------------------------------------------
 
