@@ -28,6 +28,9 @@ from support.fuzz.run import run_case
 from support.products import few
 from support.ranks import RanksFailed, run_on_ranks
 
+# of a program that catches the error of a backward and goes on, without reset_iter_state()
+pytestmark = pytest.mark.filterwarnings("ignore:the last backward did not finish:RuntimeWarning")
+
 ALWAYS = (0, 17, 18, 20, 22, 40, 5179)  # on several ranks; they draw every feature twice
 # 5179: two modules of one group, both checkpointed, in canonical order
 # 304: a parameter that is frozen between backwards without synchronisation, in canonical order

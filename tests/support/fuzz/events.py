@@ -195,8 +195,9 @@ class _Interrupt(BaseException):
 
 
 def _interrupt(pair: Pair) -> None:
-    """Do what ``_fail`` does, by an interrupt."""
+    """Do what ``_fail`` does, by an interrupt, after which modules hold full parameters."""
     _fail(pair, _Interrupt)
+    pair.run.model.reset_iter_state()
 
 
 def _replace(pair: Pair) -> None:

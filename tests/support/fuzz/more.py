@@ -78,8 +78,8 @@ def draw_more(case: FuzzCase) -> tuple[AroundCase, MoreCase]:
     kinds = [Loss.ONCE, Loss.ONCE, Loss.TWICE]
     if any(map(is_reentrant, case.nodes)):
         kinds.remove(Loss.TWICE)  # torch's own frees what the second one needs
-    else:
-        kinds.append(Loss.PENALTY)  # autograd.grad, which that does not know
+    elif not case.canonical:  # in which a backward of a backward may come to a group too late
+        kinds.append(Loss.PENALTY)  # autograd.grad, which reentrant checkpointing does not know
     scales = rng.random() < 0.4
     more = MoreCase(
         overflows=tuple(_rank(rng, case) for _ in steps) if scales else None,
