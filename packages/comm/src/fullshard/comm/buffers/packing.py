@@ -15,7 +15,6 @@ import torch
 
 from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.layouts import views
-from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime import compat
 

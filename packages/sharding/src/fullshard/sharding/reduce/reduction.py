@@ -150,6 +150,7 @@ class _LaunchedReduction:
         gives_gradients: whether it gives gradients; else they are kept for a later one.
         used_here: whether this rank had a gradient for each, if it lacked one, so that the
             used-parameter mask has to be read.
+        calls_hook: whether the user's function of the reduced buffer is still to be called.
         staged: the parameters that some rank used, and what becomes their gradients.
     """
 
@@ -157,6 +158,7 @@ class _LaunchedReduction:
     in_flight: InFlight | None
     gives_gradients: bool
     used_here: Sequence[bool] | None
+    calls_hook: bool
     staged: list[tuple[FSDPParam, torch.Tensor]] = field(default_factory=list)
 
     def store_early(self) -> None:
@@ -168,26 +170,25 @@ class _LaunchedReduction:
         waits = self.used_here is not None or self.setup.settings.hook is not None
         if self.in_flight is not None and not waits:
             self.stage_out(self.in_flight.wait(), None)
-            self.in_flight = None
 
     def stage_out(self, result: ReducedShards, used: Sequence[bool] | None) -> None:
         """Begin to bring the gradients of the ``used`` parameters where they live; None: all."""
-        if not self.gives_gradients:
-            return
-        given = zip(self.setup.params, result.shards, strict=True)
+        staged = []
+        given = zip(self.setup.params, result.shards, strict=True) if self.gives_gradients else ()
         for param, shard in given if used is None else compress(given, used):
             if shard.dtype is not param.lands_in:
                 shard = param.stage_gradient(shard)
-            self.staged.append((param, shard))
+            staged.append((param, shard))
+        self.staged, self.in_flight = staged, None
 
     def commit(self) -> list[nn.Parameter]:
         """Add what ``stage_out`` brought to the sharded gradients; the first becomes them.
 
         Returns the parameters with hooks to call after accumulation.
         """
-        hooked_params = []
+        hooked_params, staged, self.staged = [], self.staged, []
         with without_torch_function():
-            for param, gradient in self.staged:
+            for param, gradient in staged:
                 sharded = param.sharded
                 present = sharded.grad
                 if present is None:
@@ -234,6 +235,7 @@ class ReductionQueue:
                 in_flight=setup.launch(gradients),
                 gives_gradients=setup.strategy.gives_gradients,
                 used_here=None if setup.settings.zero_unused or all(used_here) else used_here,
+                calls_hook=setup.settings.hook is not None and setup.strategy.gives_gradients,
             )
             self._pending.append(reduction)
             self._travelling.append(reduction)
@@ -254,15 +256,34 @@ class ReductionQueue:
         Args:
             check: called when they are in place, before hooks see them; it may raise.
         """
-        self.launch_second()
+        try:
+            self._stage_all()
+        except Exception:  # but an interrupt leaves gradients of backwards that ended to ``reset``
+            self._pending, self._sealed = [], 0
+            raise
         pending, self._pending, self._sealed = self._pending, [], 0
+        committed = list(map(_LaunchedReduction.commit, pending))
+        if check is not None:
+            check()
+        for reduction, params in zip(pending, committed, strict=True):
+            for param in params:  # a hook may raise, so no gradient waits for it
+                for hook in list(hooks_after_accumulation(param).values()):
+                    hook(param)
+            for name in reduction.setup.names if reduction.gives_gradients and LISTENERS else ():
+                emit(EventKind.REDUCE_DONE, name, rank=reduction.setup.rank)
+
+    def _stage_all(self) -> None:
+        """Wait for all of them and bring the gradients home; a second call does what is left."""
+        self.launch_second()
+        pending = self._pending
         self._travelling.clear()
         waiting, lacking = list[tuple[_LaunchedReduction, ReducedShards]](), False
         for reduction in pending:
             if reduction.in_flight is None:
                 continue
             result = reduction.in_flight.wait()
-            if reduction.gives_gradients and reduction.setup.settings.hook is not None:
+            if reduction.calls_hook:
+                reduction.calls_hook = False
                 _call_hook(reduction.setup, result.output)
             waiting.append((reduction, result))
             lacking |= reduction.used_here is not None
@@ -275,15 +296,6 @@ class ReductionQueue:
                 offloads[key, reduction.setup.config.device] = offload
         for (_, device), offload in offloads.items():
             offload.arrived(device)
-        committed = list(map(_LaunchedReduction.commit, pending))
-        if check is not None:
-            check()
-        for reduction, params in zip(pending, committed, strict=True):
-            for param in params:  # a hook may raise, so no gradient waits for it
-                for hook in list(hooks_after_accumulation(param).values()):
-                    hook(param)
-            for name in reduction.setup.names if reduction.gives_gradients and LISTENERS else ():
-                emit(EventKind.REDUCE_DONE, name, rank=reduction.setup.rank)
 
     def store_early(self) -> None:
         """Stage out the results that go to policies that store gradients."""
@@ -301,8 +313,10 @@ class ReductionQueue:
             return
         unsealed = self._pending[self._sealed :]
         self._pending = self._pending[: self._sealed]
-        self.commit()
-        self._pending = unsealed
+        try:
+            self.commit()
+        finally:
+            self._pending += unsealed
 
     def discard(self) -> None:
         """Wait for all launched reductions, and discard their results."""
