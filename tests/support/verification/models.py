@@ -106,7 +106,7 @@ def _hooked(name: str, method: str, hook: Callable[[Any], Any]) -> Fault:
 
     def shard_it(model: Any) -> None:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "hooks on the gradients of up.weight are lost")
+            warnings.filterwarnings("ignore", "hooks on the gradients of weight are lost")
             shard(model)
 
     return Fault(name, Phase.GRADIENT, "up.weight", HOOK, build_model=build_model, shard=shard_it)
