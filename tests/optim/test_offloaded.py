@@ -38,11 +38,11 @@ from fullshard.optim import (
     OverlappedStep,
     StateOffloadError,
 )
-from fullshard.optim.tiers.staged import local_of
 from fullshard.optim.tiers.staging import Staging
 from fullshard.optim.tiers.state_file import StateFile
 from fullshard.optim.tiers.stored import StoredState
 from fullshard.sharding import fully_shard
+from fullshard.sharding.spi import local_of
 from support.optim.offloaded import (
     PROGRAMS,
     adamw,
