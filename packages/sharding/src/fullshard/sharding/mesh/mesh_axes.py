@@ -161,4 +161,4 @@ def nested_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
         ranks = concatenated_mesh([first, second]).mesh
         return DeviceMesh.from_group(groups, first.device_type, ranks, mesh_dim_names=names)
 
-    return made_once(groups[0], groups[1].group_name, make)
+    return made_once(groups[0], ("nested", groups[1].group_name), make)
