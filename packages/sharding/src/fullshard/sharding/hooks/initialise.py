@@ -65,11 +65,11 @@ def initialise_root(root: ModuleState) -> None:
 
 
 def _join(context: RootContext) -> None:
-    """Communicate as the other roots do that have a group of ``context``, too.
+    """Let ``context`` share the streams and the queue of other roots with a group of its own.
 
-    [Note: joined roots] A parameter that is tied between two models belongs to a group that both
-    roots gather and reduce. The backward of either root waits for the reductions of one queue.
-    Otherwise a reduction would be in the queue of one root, and the other root would miss it.
+    [Note: joined roots] Two models with a tied parameter have one group for it, and both roots
+    gather and reduce this group. Therefore the roots share one queue of reductions, and either
+    backward waits for all of them. With two queues, one root would miss a reduction.
     """
     others = dict[RootContext, None]()
     for group in context.groups:
@@ -127,7 +127,7 @@ def _warn_of_unmatched(root: ModuleState, groups: list[FSDPParamGroup], names: l
 
 
 def _warn_of_hooks(groups: list[FSDPParamGroup]) -> None:
-    """Warn of hooks that backward never calls, as it computes gradients of full parameters."""
+    """Warn of hooks on sharded parameters, because backward never calls these hooks."""
     found = [param.name for g in groups for param in g.params if hooks_on_gradient(param.sharded)]
     if found:
         warnings.warn(

@@ -225,9 +225,9 @@ class GroupGradients(ReductionSetups):
     def forget(self, replaced: Collection[FSDPParam]) -> None:
         """Make the reductions again, for other dtypes or other parameters.
 
-        Gradients stay, as they do in ``torch.nn.Module.to``. Those of ``replaced`` belonged to
-        parameters that are gone. Warns if results of a first reduction are lost, which no second
-        reduction can add.
+        Gradients stay, as in ``torch.nn.Module.to``, except the gradients of ``replaced``
+        parameters. Results of a first reduction are dropped with a warning, because no second
+        reduction can add them.
         """
         for param in self.params:
             total = self.take_of(param)
