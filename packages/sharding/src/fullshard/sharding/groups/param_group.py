@@ -333,11 +333,6 @@ class FSDPParamGroup:
             self.keep()
         self.release(LeaseKind.BACKWARD, number)
 
-    def pop_in_turn(self) -> ReadyReductions:
-        """Return the reductions of all gradients, or of zeros where there are none."""
-        self.gathering.prepare()  # if no gather did since its parameters were replaced
-        return self.gradients.pop_ready(reduce=True)
-
     def finish_backward(self, *, keep: bool, keep_ahead: bool) -> ReadyReductions:
         """End all that backward left open, once at its end; return the reductions to launch now.
 

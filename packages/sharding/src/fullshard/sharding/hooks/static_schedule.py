@@ -200,7 +200,7 @@ class StaticSchedule(Schedule):
         All ranks reduce what no rank has reduced yet: what ``finalize_backward`` is to reduce.
         """
         if not group.gradients.reduced:
-            group.shared.queue.launch(group.pop_in_turn())
+            _launch_reductions(group)
         super().finish_backward(group, is_last=is_last)
 
     def _advance(self, end: int) -> None:
@@ -222,7 +222,7 @@ class StaticSchedule(Schedule):
         if group in self._ahead:
             self._ahead.remove(group)
         group.drop_leases(LeaseKind.PREFETCH)
-        group.shared.queue.launch(group.pop_in_turn())
+        _launch_reductions(group)
 
     def _drop(self, most: int) -> None:
         """Free gathered groups that were passed over, except the newest ``most``.
@@ -234,6 +234,12 @@ class StaticSchedule(Schedule):
             group = self._ahead.popleft()
             if group not in self._repeated:
                 group.drop_leases(LeaseKind.PREFETCH)
+
+
+def _launch_reductions(group: FSDPParamGroup) -> None:
+    """Launch the reductions of all gradients of ``group``, or of zeros where there are none."""
+    group.gathering.prepare()  # if no gather did since its parameters were replaced
+    group.shared.queue.launch(group.gradients.pop_ready(reduce=True))
 
 
 def events_under(
