@@ -143,7 +143,7 @@ class LeasedParams(FullParams):
 
     def launch(self) -> None:
         """Take a lease and issue the gather; ranks that are not to have them free them."""
-        self.group.refresh()
+        self.group.drop_stale()
         self.group.gathering.drop_copies()
         self.group.leases.add_once(LeaseKind.BLOCK)
         self.group.shared.streams.synchronize_with_current()  # which may have changed shards

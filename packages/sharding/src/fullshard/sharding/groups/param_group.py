@@ -87,7 +87,7 @@ class FSDPParamGroup:
         self.gradients = GroupGradients(self.params, self.device, shared, policies.wire)
         self.gather_cap_mb = coalesced_cap_mb(mesh_info.shard_world_size)
         self._live: set[weakref.ref[ForwardPass]] = set()  # a WeakSet's methods are in Python
-        self._refreshed_in_this_forward = False
+        self._checked_in_this_forward = False
         self._begun: list[ForwardPass] = []  # those that the present backward reached
         self._watches_writes = False  # whether full parameters are read-only now
 
@@ -145,7 +145,7 @@ class FSDPParamGroup:
         if not self.leases.out:
             self.gathering.reshard()
 
-    def refresh(self) -> None:
+    def drop_stale(self) -> None:
         """Discard an unsharded copy that is stale, before a forward or a user takes it.
 
         A copy is stale if the parameters changed, or if only graphs of earlier forwards hold it,
@@ -164,10 +164,10 @@ class FSDPParamGroup:
         if has_copy and self.gathering.stale:
             self.leases.drop(LeaseKind.KEPT, LeaseKind.PREFETCH)
             self.gathering.reshard()
-        elif LeaseKind.GRAPH in self.leases.out and not self._refreshed_in_this_forward:
+        elif LeaseKind.GRAPH in self.leases.out and not self._checked_in_this_forward:
             self.leases.drop(LeaseKind.GRAPH)
             self.reshard_if_unheld()
-        self._refreshed_in_this_forward = True
+        self._checked_in_this_forward = True
 
     def _require_unchanged(self) -> None:
         """Raise if a user changed full parameters since ``_watch_writes()``."""
@@ -185,7 +185,7 @@ class FSDPParamGroup:
 
     def end_of_forward(self) -> None:
         """End the root's forward: what graphs hold from now on is a rank's own affair."""
-        self._refreshed_in_this_forward = False
+        self._checked_in_this_forward = False
         if LeaseKind.PREFETCH in self.leases.out:
             self.drop_leases(LeaseKind.PREFETCH)
 
@@ -198,7 +198,7 @@ class FSDPParamGroup:
             RuntimeError: if full parameters were changed while they were read-only.
         """
         if not recompute:
-            self.refresh()
+            self.drop_stale()
         elif self._watches_writes:
             self._require_unchanged()
         self.leases.claim(LeaseKind.FORWARD)
@@ -271,7 +271,7 @@ class FSDPParamGroup:
     def unshard_by_hand(self, *, async_op: bool) -> None:
         """Gather for a user; the next forward or backward that uses the group takes over."""
         if not self.leases.in_use:
-            self.refresh()
+            self.drop_stale()
             self.gathering.drop_copies()
             self.leases.add_once(LeaseKind.USER)
         self.gathering.launch_gather(async_op=async_op)

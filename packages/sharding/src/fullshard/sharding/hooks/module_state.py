@@ -169,7 +169,8 @@ class ModuleState:
         if not self.initialised:
             self.ensure_initialised()
         context, schedule = self.context, self.context.schedule
-        call, position = Call(current_graph_task() != -1, context.backwards_ended), -1
+        recompute, position = current_graph_task() != -1, -1
+        call = Call(recompute=recompute, backwards_before=context.backwards_ended)
         if call.recompute:
             torch.clear_autocast_cache()  # see [Note: autocast]
             schedule.begin_recompute(context.enter_backward)
@@ -194,7 +195,7 @@ class ModuleState:
             ahead = self.forward_prefetch or order.ahead_of(position, self.name, policy)
             for target in ahead:
                 for group in target.groups:
-                    group.refresh()
+                    group.drop_stale()
                     schedule.prefetch(group)
         if not torch.is_grad_enabled():
             return args, kwargs
