@@ -19,9 +19,9 @@ from support.races.sites import KEPT, LEFT_OUT, changed_sites, kept, sites
 
 # One for each of these functions, which are quick to watch; the rest in the matrix.
 _QUICK = {
+    "_stage_all",
     "all_gather_tensors",
     "arrived",
-    "commit",
     "discard",
     "fill",
     "launch",

@@ -175,7 +175,7 @@ MUTATIONS = [
     ),
     M(
         ReductionQueue,
-        "commit",
+        "_stage_all",
         "reduction.in_flight.wait()",
         "reduction.in_flight.plan.shards_in(reduction.in_flight.output)",
         program="accumulated",

@@ -62,14 +62,10 @@ LEFT_OUT: dict[Site, str] = {
     ("OffloadToCPU.arrived", "torch.get_device_module(device).synchronize()"): (
         "of a device with one queue, where only the host has to wait"
     ),
-    (
-        "FSDPParamGroup.wait_for_unshard",
-        "self.gathering.finish_gather(Holders(user_may_write, no_graph_alias=not self._live))",
-    ): _FOUND,
     ("_commit", "streams.record()"): _EARLY,
     ("_commit", "streams.current().wait_event(done)"): _EARLY,
     ("StepSettings.finalize_backward", "handle.wait()"): (
-        "sets the gradients; the wait is in ReductionQueue.commit"
+        "sets the gradients; the wait is in ReductionQueue._stage_all"
     ),
 }
 """Places that no mutation changes, with the reason."""
