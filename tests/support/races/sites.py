@@ -35,7 +35,6 @@ _MEMORY = "keeps memory for longer, and frees nothing: the wait is in CommStream
 _WORK = "reached without streams only, where a reduction has a handle of its own"
 _SAME_HOST = "between CPU processes of one host, which have no streams"
 _IN_ORDER = "of a synchronous collective, which is in order already"
-_FOUND = "gives what the next line needs; its own lines are changed"
 _EARLY = (
     "of `early_gradients`, whose optimizers step on the CPU: see tests/optim/test_overlapped.py"
 )
