@@ -103,13 +103,14 @@ def _change(model: nn.Module, name: str) -> None:
 
 
 def _freeze(pair: Pair) -> None:
-    """Freeze a parameter, or train one that was frozen by this."""
+    """Freeze a parameter of the optimizer, or train one that was frozen by this."""
     name = _pick(pair)
-    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
-        param = model.get_parameter(name)
-        known = [each for group in optimizer.param_groups for each in group["params"]]
-        if any(param is each for each in known):
-            param.requires_grad_(not param.requires_grad)
+    chosen = pair.oracle.model.get_parameter(name)
+    known = [each for group in pair.optimizers[-1].param_groups for each in group["params"]]
+    if any(chosen is each for each in known):
+        trains = not chosen.requires_grad
+        for model in pair.models:  # after an error, modules may hold full parameters
+            model.get_parameter(name).requires_grad_(trains)
 
 
 def _change_reshard(pair: Pair) -> None:
