@@ -91,7 +91,8 @@ def _write_full(pair: Pair) -> None:
 
 
 def _write_shards(pair: Pair) -> None:
-    """Change shards."""
+    """Change shards; after an error, which leaves full parameters, first as the docs say."""
+    pair.run.model.reset_iter_state()
     name = _pick(pair)
     for model in pair.models:
         _change(model, name)

@@ -121,6 +121,10 @@ def _possible(around: AroundCase, more: MoreCase, keeps: bool) -> AroundCase:
         around = replace(around, overlaps=tuple(False for _ in around.overlaps))
     if more.overflows is not None:  # who clips looks at gradients that are scaled back
         around = replace(around, norm=Norm.BY_HAND, checks=False)
+        first = [*more.overflows, -1].index(-1)  # the first step that is taken
+        # torch invents state for an optimizer that has none, and counts a step that was not taken
+        moves = [way if at == 0 or at > first else "" for at, way in enumerate(around.moves)]
+        around = replace(around, moves=tuple(moves))
     return around
 
 
