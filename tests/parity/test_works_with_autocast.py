@@ -78,6 +78,8 @@ def _model(checkpointing: CheckpointImpl | None) -> Net:
     return net
 
 
+# of reentrant checkpoints in a forward without gradients
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.cross
 @pytest.mark.parametrize(
     "program", [_accumulate, _step_each_time, _forwards_first, _evaluate_before]

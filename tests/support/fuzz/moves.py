@@ -125,6 +125,8 @@ def _as_full(pair: Pair, old: ShardedRun, new: ShardedRun, plain: Any, fresh: An
     want = _by_torch(pair, old, plain, fresh)
     if dist.get_rank() == 0:
         _compared(pair, whole, want)
+    # torch sends memory in the order of a contiguous tensor; torch 2.11 gathers others for dim 1
+    whole = tree_map_only(torch.Tensor, torch.Tensor.contiguous, whole)
     # not by ``set_state_dict``, which sends nothing where a rank has an empty state dict
     set_model_state_dict(new.model, whole["model"], options=_FULL)
     set_optimizer_state_dict(new.model, new.optimizer, whole["optimizer"], options=_FULL)
