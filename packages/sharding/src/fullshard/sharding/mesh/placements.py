@@ -81,9 +81,8 @@ class Placed:
     def post_forward_mesh(self, mesh_info: FSDPMeshInfo) -> FSDPMeshInfo | None:
         """Return the mesh of the neighbours of this rank that keep compute shards for backward.
 
-        The call makes a process group, once per size: call it on all ranks that shard together
-        alike. Other ranks take no part, so each slice of a mesh may have its
-        own.
+        The call makes a process group, once for each size: call it on all ranks that shard
+        together. Other ranks take no part, so each slice of a mesh may have a size of its own.
 
         Args:
             mesh_info: the mesh that parameters are on.
