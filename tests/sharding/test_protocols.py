@@ -26,7 +26,7 @@ MEMBERS = {
         "for_parameter",
         "gathered_dtype",
         "reduced_dtype",
-        "cast_inputs",
+        "cast_input",
         "cast_output",
     },
     Offload: {
@@ -84,12 +84,10 @@ def test_the_identity_precision_changes_nothing(dtype: torch.dtype) -> None:
     policy = FullPrecision()
     assert policy.gathered_dtype("w", dtype) is dtype
     assert policy.reduced_dtype("w", dtype) is dtype
-    args: Any = (torch.ones(1, dtype=dtype),)
-    kwargs: Any = {"mask": torch.ones(1, dtype=dtype)}
-    passed = policy.cast_inputs(args, kwargs)
-    assert passed[0] is args
-    assert passed[1] is kwargs
-    assert policy.cast_output(args) is args
+    tensor = torch.ones(1, dtype=dtype)
+    assert policy.cast_input(tensor) is tensor
+    output = (tensor,)
+    assert policy.cast_output(output) is output
 
 
 @pytest.mark.parametrize("policy", [NoOffload(), OffloadPolicy()], ids=["ours", "torch's name"])

@@ -57,10 +57,11 @@ class ModuleCasts(Protocol):
     A policy whose ``casts_nothing`` is true when a module is sharded is never called.
     """
 
-    def cast_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what the module's forward is to be called with."""
+    def cast_input(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what an input holds while the module's forward runs; ``tensor`` if it is that.
+
+        It is asked for each tensor in the arguments, on the device on which the module computes.
+        """
 
     def cast_output(self, output: Any) -> Any:
         """Return what the module's caller is to see."""

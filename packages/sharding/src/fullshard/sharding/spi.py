@@ -19,6 +19,7 @@ from fullshard.sharding.base.compat import (
     untraced,
 )
 from fullshard.sharding.base.policies import declares
+from fullshard.sharding.base.stand_ins import StandIns
 from fullshard.sharding.base.tensors import PLAIN, is_plain, tensors_in
 from fullshard.sharding.groups.param_group import group_of
 from fullshard.sharding.hooks.early_gradients import early_gradients
@@ -45,6 +46,7 @@ __all__ = [
     "PlainReduce",
     "ShadowOptimizer",
     "ShardingSpec",
+    "StandIns",
     "StaticSchedule",
     "declares",
     "device_of_mesh",

@@ -25,6 +25,7 @@ from fullshard.sharding.hooks.lookup import (
     the_state,
     the_states,
 )
+from fullshard.sharding.hooks.unwritten_buffers import note_materialised
 from fullshard.sharding.params.lookup import owner_of
 
 __all__ = [
@@ -183,7 +184,8 @@ class FSDPModule(CommSettings, StepSettings, _Original):
         state = the_state(self)
         for group in state.groups:  # also those of tied parameters
             group.reshard()
-        result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+        with note_materialised(self):
+            result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
         for group in state.groups:
             group.adopt_registered()
         state.parameters_changed()
@@ -264,8 +266,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     state = the_state(module)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = state.pre_forward(cast(nn.Module, module), args, kwargs)
         try:
+            state.pre_forward(cast(nn.Module, module), args, kwargs)
             output = method(*args, **kwargs)
         except BaseException:
             state.post_forward(cast(nn.Module, module), args, None)

@@ -38,6 +38,7 @@ __all__ = [
     "finished",
     "flatten",
     "flatten_mesh",
+    "forget_hooks",
     "functorch_is_active",
     "gradients_of",
     "hooks_after_accumulation",
@@ -64,6 +65,7 @@ __all__ = [
     "specs_of",
     "storage_of",
     "strided_shard",
+    "swap_impl",
     "untraced",
     "version_of",
     "without_functorch",
@@ -219,10 +221,7 @@ def set_local_shard(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 
 current_graph_task = torch._C._current_graph_task_id
-"""Return the id of the backward that runs on this thread, or -1.
-
-No public function tells a recomputation from a forward (``torch._C._current_graph_task_id``).
-"""
+"""Return the id of the backward on this thread, or -1: it tells a recomputation from a forward."""
 
 
 def node_made_since(tensor: torch.Tensor, sequence: int) -> torch.autograd.graph.Node | None:
@@ -248,6 +247,8 @@ sequence_of: Callable[[torch.autograd.graph.Node], int] = methodcaller("_sequenc
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Return the number of changes in place of a tensor and its views (``_version``)."""
 
+swap_impl: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
+"""Exchange the C++ tensors of two objects; ``swap_tensors`` refuses tensors of a graph."""
 
 FREED = 1_000_000_000
 """The version of a parameter whose memory is freed. See [Note: reads].
@@ -313,11 +314,11 @@ def add_tensor_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) 
 hooks_on_gradient: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
 """Return the hooks that were registered with ``register_hook`` (``_backward_hooks``)."""
 
-hooks_after_accumulation: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
-"""Return the hooks that the user registered with ``register_post_accumulate_grad_hook``.
+forget_hooks = methodcaller("__setattr__", "_backward_hooks", None)
+"""Clear the hooks of a tensor that ``register_hook`` registered (``_backward_hooks``)."""
 
-Autograd never calls the hooks of a sharded parameter (``_post_accumulate_grad_hooks``).
-"""
+hooks_after_accumulation: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+"""Return the hooks of ``register_post_accumulate_grad_hook`` (``_post_accumulate_grad_hooks``)."""
 
 
 def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:

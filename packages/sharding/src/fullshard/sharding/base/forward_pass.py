@@ -21,14 +21,15 @@ list, a cycle may wait for the garbage collector, a worker thread may drop the l
 The death of a graph only frees memory. A forward whose graph died counts as outstanding until the
 parameters change.
 
-[Note: passed input] A single input is passed as a view of itself, the cheapest node there is. A
-module may change it in place, as it may without us: then autograd gives view and input new nodes,
-in which the module's parameters may have a part. The input is therefore watched as the outputs are.
-No event shows that backward is past the module, so the end of backward ends the pass. Several
-inputs share one node, which reports once that backward reached all inputs; torch refuses to change
-them in place. Tensors that require no gradient are passed unchanged; if one requires a gradient
-afterwards, it is watched, too. torch's ``fully_shard`` passes all inputs through a node of its own,
-and so forbids the change.
+[Note: passed input] While forward runs, a single input is a view of itself: the cheapest node there
+is; see [Note: stand-ins]. A module may change it in place, as it may without us: then autograd
+gives view and input new nodes, in which the module's parameters may have a part. The input is
+therefore watched as the outputs are. No event shows that backward is past the module, so the end of
+backward ends the pass. Several inputs share one node, which reports once that backward reached all
+inputs; torch refuses to change them in place. Tensors that require no gradient are passed
+unchanged; if one requires a gradient afterwards, it is watched, too. So is a tensor that forward
+put into a container among its arguments. torch's ``fully_shard`` passes all inputs through a node
+of its own, and so forbids the change.
 """
 
 from __future__ import annotations
@@ -38,9 +39,8 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -50,16 +50,16 @@ from fullshard.sharding.base.compat import (
     node_made_since,
     sequence_of,
     untraced,
-    version_of,
 )
-from fullshard.sharding.base.tensors import map_tensors, tensors_in
+from fullshard.sharding.base.stand_ins import StandIns
+from fullshard.sharding.base.tensors import tensors_in
 
 __all__ = ["Call", "ForwardPass", "ParameterGeneration", "Root"]
 
 _Hook: TypeAlias = Callable[..., Any]  # what backward calls, with whatever autograd hands a hook
 
 _numbers = itertools.count(1)
-_requires_grad = attrgetter("requires_grad")
+_NO_CONTAINERS = {torch.Tensor, bool, int, float, str, type(None)}  # by far the most arguments
 _EXPIRED = 0  # stands for every forward whose graph died
 
 
@@ -125,9 +125,10 @@ class Call:
         forward_pass: the forward that a backward may follow; absent where gradients are off.
         reads: open while hooks watch the tensors that autograd saves; None: they do not.
         in_transform: whether it runs inside a transform; see [Note: transforms].
-        view: its only input that requires a gradient, as it was passed, if there is just one.
-        version: how often that was changed when it was passed.
-        others: inputs that required no gradient when they were passed.
+        stand_ins: what its inputs hold while it runs.
+        watched: inputs that required a gradient when it began.
+        others: inputs that required none.
+        containers: arguments into which forward may put other tensors.
     """
 
     recompute: bool
@@ -137,9 +138,10 @@ class Call:
     forward_pass: ForwardPass | None = None
     reads: ExitStack | None = None
     in_transform: bool = False
-    view: torch.Tensor | None = None
-    version: int = 0
+    stand_ins: StandIns = field(default_factory=StandIns)
+    watched: Sequence[torch.Tensor] = ()
     others: Sequence[torch.Tensor] = ()
+    containers: Sequence[Any] = ()
 
     def watch_inputs(
         self,
@@ -147,50 +149,32 @@ class Call:
         forward_pass: ForwardPass,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the inputs, passed through a node whose backward calls ``post_backward``.
+    ) -> None:
+        """Make the backward that reached all inputs call ``post_backward``.
 
-        ``post_backward`` is called with the forward pass and the gradients of the inputs.
-        Inputs of which none requires a gradient come back as they are: then the end of backward
-        ends the pass.
+        ``post_backward`` is called with the forward pass and the gradients of the inputs. If no
+        input requires a gradient, the end of backward ends the pass.
         """
         self.forward_pass = forward_pass
         forward_pass.calls += 1
-        hook = partial(post_backward, forward_pass)
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as most are called
-            if not args[0].requires_grad:
-                self.others = args
-                return args, kwargs
-            if self._watch_single(forward_pass, hook, args[0]):
-                return (self.view,), kwargs
-        found = tensors_in((args, kwargs))
-        self.others = [tensor for tensor in found if not tensor.requires_grad]
-        tensors = [tensor for tensor in found if tensor.requires_grad]
-        if not tensors:
-            return args, kwargs
-        if len(tensors) == 1 and self._watch_single(forward_pass, hook, tensors[0]):
-            passed: Sequence[Any] = [self.view]
+            found: Sequence[torch.Tensor] = args
         else:
-            passed = _PostBackward.apply(hook, *tensors)  # type: ignore[no-untyped-call]  # torch: untyped
-            forward_pass.first_node = sequence_of(passed[0].grad_fn)
-        by_id = dict(zip(map(id, tensors), passed, strict=True))
-        args, kwargs = map_tensors(lambda tensor: by_id.get(id(tensor), tensor), (args, kwargs))
-        return args, kwargs
-
-    def _watch_single(self, forward_pass: ForwardPass, hook: _Hook, tensor: torch.Tensor) -> bool:
-        """Make a view of ``tensor`` whose backward calls ``hook``; return whether it could.
-
-        A subclass may return what it likes for a view, and a tensor made in inference mode has
-        views without a node.
-        """
-        view = tensor.view_as(tensor) if type(tensor) is torch.Tensor else tensor
-        node = view.grad_fn
-        if view is tensor or node is None:
-            return False
-        node.register_hook(hook)
-        forward_pass.first_node = sequence_of(node)
-        self.view, self.version = view, version_of(view)
-        return True
+            found = tensors_in((args, kwargs))
+            values = (*args, *kwargs.values())
+            self.containers = [each for each in values if type(each) not in _NO_CONTAINERS]
+        self.watched = [tensor for tensor in found if tensor.requires_grad]
+        self.others = [tensor for tensor in found if not tensor.requires_grad]
+        if not self.watched:
+            return
+        hook = partial(post_backward, forward_pass)
+        view = _watched_view(self.watched, hook)
+        if view is not None:
+            passed: Sequence[torch.Tensor] = [view]
+        else:
+            passed = _PostBackward.apply(hook, *self.watched)  # type: ignore[no-untyped-call]  # torch: untyped
+        forward_pass.first_node = sequence_of(passed[0].grad_fn)
+        self.stand_ins.put(self.watched, passed)
 
     def watch_output(self, pre_backward: _Hook, output: Any) -> ForwardPass | None:
         """Make the first gradient that reaches what the forward did call ``pre_backward``.
@@ -199,22 +183,24 @@ class Call:
         inside, and only then do this module and the one before have one output.
 
         Returns:
-            The forward pass if a backward may follow it: if any tensor that forward returned or
-            changed requires a gradient. ``pre_backward`` is called with it.
+            The forward pass if a backward may follow it: if any tensor that forward returned,
+            changed, or put into an argument requires a gradient. ``pre_backward`` is called with
+            it.
         """
         forward_pass = self.forward_pass
         if forward_pass is None:
             return None
-        if type(output) is torch.Tensor:  # as most return
-            tensors = [output] if output.requires_grad else []
-        else:
-            tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        found = [output] if type(output) is torch.Tensor else tensors_in(output)
+        changed: list[torch.Tensor] = []
         # an error in a change in place leaves the input in a state that torch itself cannot read
         if output is not None or sys.exception() is None:
-            tensors += filter(_requires_grad, self.others)
-            if self.view is not None and version_of(self.view) != self.version:
-                forward_pass.calls += 1  # more than are ever reached: its node is lost
-                tensors.append(self.view)
+            changed = [view for view in self.stand_ins.changed() if view.requires_grad]
+            forward_pass.calls += len(changed)  # more than are ever reached: their nodes are lost
+            found = [*found, *self.others, *changed]
+            if self.containers:
+                found += tensors_in(self.containers)
+        inputs = set(map(id, self.watched))  # one that is returned has gradients of other modules
+        tensors = [each for each in found if each.requires_grad and id(each) not in inputs]
         hook = partial(pre_backward, forward_pass)
         for tensor in tensors:
             add_tensor_hook(tensor, hook)
@@ -222,6 +208,21 @@ class Call:
             if node is not None:  # a view, which its user may change in place
                 node.register_prehook(hook)
         return forward_pass if tensors else None
+
+
+def _watched_view(tensors: Sequence[torch.Tensor], hook: _Hook) -> torch.Tensor | None:
+    """Return a view of a single plain tensor, whose backward calls ``hook``; None if it has none.
+
+    A subclass may return what it likes for a view, and a tensor made in inference mode has views
+    without a node.
+    """
+    if len(tensors) != 1 or type(tensors[0]) is not torch.Tensor:
+        return None
+    view = tensors[0].view_as(tensors[0])
+    if view.grad_fn is None:
+        return None
+    view.grad_fn.register_hook(hook)
+    return view
 
 
 class _PostBackward(torch.autograd.Function):

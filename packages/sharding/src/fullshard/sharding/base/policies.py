@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -58,7 +59,7 @@ class FieldPrecision:
     def casts_nothing(self) -> bool:
         """Whether inputs and outputs stay unchanged: if so, no code asks how to cast them."""
         mine, ours = type(self), FieldPrecision
-        inherited = (mine.cast_inputs, mine.cast_output) == (ours.cast_inputs, ours.cast_output)
+        inherited = (mine.cast_input, mine.cast_output) == (ours.cast_input, ours.cast_output)
         return inherited and self.param_dtype is None and self.output_dtype is None
 
     def for_parameter(self, param: nn.Parameter) -> FieldPrecision:
@@ -90,18 +91,15 @@ class FieldPrecision:
         gathered = self.gathered_dtype(name, dtype)
         return (self.reduce_dtype or gathered) if dtype.is_floating_point else gathered
 
-    def cast_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the inputs with floating-point tensors in ``param_dtype``, if so asked."""
-        if self.param_dtype is None or not self.cast_forward_inputs:
-            return args, kwargs
-        inputs: tuple[tuple[Any, ...], dict[str, Any]] = _cast((args, kwargs), self.param_dtype)
-        return inputs
+    def cast_input(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a floating-point input in ``param_dtype``, if so asked."""
+        casts = self.param_dtype is not None and self.cast_forward_inputs
+        return _cast(tensor, self.param_dtype) if casts else tensor
 
     def cast_output(self, output: Any) -> Any:
         """Return the output with floating-point tensors in ``output_dtype``, if it is set."""
-        return output if self.output_dtype is None else _cast(output, self.output_dtype)
+        dtype = self.output_dtype
+        return output if dtype is None else map_tensors(partial(_cast, dtype=dtype), output)
 
 
 @dataclass(frozen=True)
@@ -109,8 +107,8 @@ class FullPrecision(FieldPrecision):
     """The identity precision: every parameter is gathered and reduced in its own dtype."""
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 @dataclass(frozen=True)

@@ -372,6 +372,7 @@ class Gathering:
         keeps_full = self.keeps_full and not (self._user_wrote or self.stale)
         keeps_full = keeps_full and (torch.is_grad_enabled() or current_graph_task() != -1)
         if state is _UNSHARDED:
+            strategy.memory.return_home()
             self.swap.to_sharded(freed=not (keeps_full or strategy.memory.home.stays))
             if after_forward and strategy.inputs.cuts_full and not (keeps_full or self.stale):
                 strategy.inputs.keep_copies(strategy.write_views, self.config)

@@ -19,7 +19,9 @@ its parameters are stored there. Whether a gather is such a one follows from fac
 share. Each rank decides independently where its parameters are: a user's ``unshard()`` gets private
 memory, to which the shared buffer is copied, since a user may write; and while a graph lives they
 stay where its forward had them. The end of a graph, which ranks notice at different times,
-therefore changes no collective.
+therefore changes no collective. An ``unsharded`` block always gets private memory. If a graph
+lives, the parameters return from there at the next reshard. Until then they have other versions, so
+that autograd refuses the aliases of that graph.
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ from torch import nn
 
 from fullshard.comm import AllGatherInFlight, GatherConfig, Layout, TensorSpec
 from fullshard.comm.spi import FullTensors, OwnShards, as_arrived, foreach_copy
-from fullshard.sharding.base.compat import local_shard_getter, retire_aliases
+from fullshard.sharding.base.compat import (
+    local_shard_getter,
+    retire_aliases,
+    set_versions,
+    version_of,
+)
 from fullshard.sharding.base.memory import addresses_of, set_data
 from fullshard.sharding.base.policies import declares
 from fullshard.sharding.base.tensors import is_plain
@@ -55,6 +62,7 @@ __all__ = [
 ]
 
 _stored = local_shard_getter("sharded")
+_APART = 500_000_000  # added to the versions of parameters that are apart from a graph's aliases
 _ALIGNMENT = 64  # bytes: a cache line, and more than any vector load asks for
 
 ViewFns = Sequence[Callable[[torch.Tensor], torch.Tensor]]
@@ -68,11 +76,13 @@ class Holders(NamedTuple):
     """Who holds the full parameters of a group: where they may be follows from it.
 
     Attributes:
-        user_may_write: a user holds them, who may write: they must be in private memory.
+        user_may_write: a user holds them, who may write: they are to be in private memory.
+        in_block: a ``with unsharded(...)`` block holds them: they must be in private memory.
         no_graph_alias: no graph holds an alias of them: they may move to other memory.
     """
 
     user_may_write: bool
+    in_block: bool
     no_graph_alias: bool
 
 
@@ -134,6 +144,8 @@ class UnshardedMemory(ParamStorage):
             self.params = [nn.Parameter(tensor, requires_grad=False) for tensor in self.param_views]
         self._storage.resize_(0)
         self.home: ParamStorage = self
+        self._left: ParamStorage | None = None  # where they lie again after the next reshard
+        self._versions: tuple[int, ...] = ()
         self.on_free: Sequence[Callable[[], None]] = ()
         self.to_use = to_use
 
@@ -158,9 +170,25 @@ class UnshardedMemory(ParamStorage):
             holders: who holds them. For a user who may write, they are stored here.
         """
         self.repoint(self if holders.user_may_write else home, holders)
+        if holders.in_block and self.home is not self:
+            self._leave_home()
         if self.home is not home:
             self.fill_from(home.write_views)
             home.free()
+
+    def _leave_home(self) -> None:
+        """Store the parameters here, apart from aliases that a graph holds, until ``return_home``."""
+        self._left, self.home = self.home, self
+        self.put_back()
+        self._versions = tuple(map(version_of, self.params))
+        set_versions(tuple(self.params), tuple([each + _APART for each in self._versions]))
+
+    def return_home(self) -> None:
+        """Store the parameters where a graph holds aliases of them, if they left that memory."""
+        if self._left is not None:
+            self.home, self._left = self._left, None
+            self.put_back()
+            set_versions(tuple(self.params), self._versions)
 
     def put_back(self) -> None:
         """Point parameters that a user moved back to the memory that gathers fill."""

@@ -137,8 +137,9 @@ class FSDPParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Finish the gather: the modules hold full parameters after it."""
-        user_may_write = not _WRITERS.isdisjoint(self.leases.out)
-        self.gathering.finish_gather(Holders(user_may_write, no_graph_alias=not self._live))
+        out = self.leases.out
+        may_write, in_block = not _WRITERS.isdisjoint(out), LeaseKind.BLOCK in out
+        self.gathering.finish_gather(Holders(may_write, in_block, no_graph_alias=not self._live))
 
     def reshard_if_unheld(self) -> None:
         """Reshard if the group has no lease."""

@@ -361,7 +361,7 @@ class RootContext:
         self._depth = 0
         self._backward_end = self._frame = None
         self.record.drop_post_forward()
-        for state in self.states:
+        for state in reversed(self.states):  # the inner calls first, which began last
             state.reset()
         lost = [group.name for group in self.groups if group.reset()]
         for group in self.groups:  # ``Schedule.begin`` may gather from compute shards

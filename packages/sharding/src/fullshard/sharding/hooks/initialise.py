@@ -20,6 +20,7 @@ from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.lookup import the_states
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.hooks.offload_errors import error_of_this_rank, may_fail
+from fullshard.sharding.hooks.unwritten_buffers import warn_of_unwritten
 
 __all__ = ["initialise_root"]
 
@@ -62,6 +63,7 @@ def initialise_root(root: ModuleState) -> None:
         state.initialised = True
     _warn_of_unmatched(root, groups, names)
     _warn_of_hooks(groups)
+    warn_of_unwritten({each: n for top in root.modules for n, each in top.named_modules()})
 
 
 def _join(context: RootContext) -> None:

@@ -1,7 +1,6 @@
 """The hooks that ``fully_shard`` attaches to a module, and the leases that they take.
 
-Defines pre-forward, post-forward, pre-backward and post-backward: they take and return leases;
-groups free, gather and reduce. Forward uses module hooks, backward autograd hooks.
+Forward uses module hooks, backward autograd hooks; groups free, gather and reduce.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from fullshard.sharding.base.compat import (
 from fullshard.sharding.base.forward_pass import Call, ForwardPass
 from fullshard.sharding.base.policies import Policies, declares
 from fullshard.sharding.base.states import LeaseKind
-from fullshard.sharding.base.tensors import map_tensors
+from fullshard.sharding.base.tensors import tensors_in
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.saved_reads import watch_reads
@@ -57,7 +56,6 @@ ATTRIBUTE = "_fullshard_state"
 
 _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = dict[str, Any]
-_Inputs: TypeAlias = tuple[_Args, _Kwargs]
 
 
 class ModuleState:
@@ -143,29 +141,30 @@ class ModuleState:
     # -- forward ----------------------------------------------------------------------------------
 
     @untraced
-    def pre_forward(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> _Inputs:
-        """Unshard the groups; return the inputs, cast and passed through a post-backward node."""
+    def pre_forward(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
+        """Unshard the groups; cast the inputs, and pass them through a post-backward node."""
         start = perf_counter_ns()
         try:
             with named_range("pre_forward", self.name) if is_profiled() else NOTHING:
-                begin = self._begin_in_transform if in_transform() else self._begin_call
-                return begin(module, args, kwargs)
+                if in_transform():
+                    self._begin_in_transform(module, args, kwargs)
+                else:
+                    self._begin_call(module, args, kwargs)
         finally:
             self.host_ns += perf_counter_ns() - start
 
-    def _begin_in_transform(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> _Inputs:
+    def _begin_in_transform(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         """Begin a call inside a transform of ``torch.func``; see [Note: transforms]."""
         refuse_tracing(self.label)
         outside_transforms(self._begin_call)(module, (), {})
-        call = self._calls[-1]
+        call, inputs = self._calls[-1], tensors_in((args, kwargs))
         call.in_transform = True
-        args, kwargs = self._adapted(args, kwargs)
+        self._adapt(call, inputs)
         if call.forward_pass is not None:
             hook = partial(self.pre_backward, call.forward_pass)
-            args, kwargs = watch(hook, (args, kwargs))
-        return args, kwargs
+            call.stand_ins.put(inputs, watch(hook, inputs))
 
-    def _begin_call(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> _Inputs:
+    def _begin_call(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         if not self.initialised:
             self.ensure_initialised()
         context, schedule = self.context, self.context.schedule
@@ -182,7 +181,7 @@ class ModuleState:
         if WATCHERS:
             emit(EventKind.PRE_FORWARD, self.label, rank=self._rank)
         if self._adapts_inputs:
-            args, kwargs = self._adapted(args, kwargs)
+            self._adapt(call, tensors_in((args, kwargs)))
         first = len(self.modules) == 1 or self._begin_pass(module)
         for group in self.groups:
             group.begin_forward(recompute=call.recompute)
@@ -192,26 +191,24 @@ class ModuleState:
             group.wait_for_unshard()
         if first and not call.recompute:
             order, policy = context.record.last_forward, self.prefetch.in_forward
-            ahead = self.forward_prefetch or order.ahead_of(position, self.name, policy)
-            for target in ahead:
+            for target in self.forward_prefetch or order.ahead_of(position, self.name, policy):
                 for group in target.groups:
                     group.drop_stale()
                     schedule.prefetch(group)
         if not torch.is_grad_enabled():
-            return args, kwargs
+            return
         forward_pass = self._pass_of(first, call)
         if self.gathers_on_read or (DEBUGGED and is_debugging()):
-            on_read = partial(self.pre_backward, forward_pass) if self.gathers_on_read else None
-            call.reads = watch_reads(self.label, self.groups, on_read)
-        return call.watch_inputs(self.post_backward, forward_pass, args, kwargs)
+            hook = partial(self.pre_backward, forward_pass) if self.gathers_on_read else None
+            call.reads = watch_reads(self.label, self.groups, hook)
+        call.watch_inputs(self.post_backward, forward_pass, args, kwargs)
 
-    def _adapted(self, args: _Args, kwargs: _Kwargs) -> _Inputs:
-        """Return the inputs as the policy casts them, a root's on the device where it computes."""
+    def _adapt(self, call: Call, inputs: list[torch.Tensor]) -> None:
+        """Cast the inputs as the policy says; move those of a root to where it computes."""
+        moved = inputs
         if self.is_root and self.device.type != "cpu":
-            args, kwargs = map_tensors(
-                lambda t: t.to(self.device, non_blocking=True), (args, kwargs)
-            )
-        return self.casts.cast_inputs(args, kwargs)
+            moved = [tensor.to(self.device, non_blocking=True) for tensor in inputs]
+        call.stand_ins.put(inputs, map(self.casts.cast_input, moved))
 
     def _begin_pass(self, module: nn.Module) -> bool:
         """Return whether ``module`` is the first of its list to run in this pass over the list."""
@@ -254,6 +251,8 @@ class ModuleState:
                 if not self._calls:
                     return output  # a pre-hook that ran before ours raised
                 call = self._calls.pop()
+                call.stand_ins.take_back()
+                output = call.stand_ins.returned(output)
                 if call.reads is not None:
                     call.reads.close()
                 if call.in_transform:
@@ -391,6 +390,8 @@ class ModuleState:
 
     def reset(self) -> None:
         """Forget the calls in progress."""
+        for call in reversed(self._calls):
+            call.stand_ins.take_back()
         self._calls.clear()
         self._to_run.clear()
         self._latest = None

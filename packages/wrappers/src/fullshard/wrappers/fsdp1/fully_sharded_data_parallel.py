@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.sharding import map_tensors, take_over_data
+from fullshard.sharding import take_over_data
+from fullshard.sharding.spi import StandIns, tensors_in
 from fullshard.wrappers.fsdp1.arguments import Fsdp1Arguments, ShardingCall
 from fullshard.wrappers.fsdp1.auto_wrap import AutoWrap
 from fullshard.wrappers.fsdp1.given import Given
@@ -217,19 +218,22 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
         root = self._root()
         is_root = self.instance.is_root
         dtype = self.mixed_precision.input_dtype(is_root=is_root)
-        if dtype is not None:
-            args, kwargs = map_tensors(
-                lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs)
-            )
-        if root.order is None:
-            output = self._fsdp_wrapped_module(*args, **kwargs)
-        else:
-            with root.order.iteration(training=self.training) if is_root else nullcontext():
-                root.order.visit(self.instance.number)
+        stand_ins = StandIns()
+        inputs = [] if dtype is None else tensors_in((args, kwargs))
+        inputs = [tensor for tensor in inputs if tensor.is_floating_point()]
+        try:
+            stand_ins.put(inputs, [tensor.to(dtype) for tensor in inputs])
+            if root.order is None:
                 output = self._fsdp_wrapped_module(*args, **kwargs)
+            else:
+                with root.order.iteration(training=self.training) if is_root else nullcontext():
+                    root.order.visit(self.instance.number)
+                    output = self._fsdp_wrapped_module(*args, **kwargs)
+        finally:
+            stand_ins.take_back()
         if is_root:
             root.show_sharded()
-        return output
+        return stand_ins.returned(output)
 
     def check_is_root(self) -> bool:
         """Return whether this is the outermost instance; make it so if none has run yet."""
