@@ -168,3 +168,51 @@ def test_a_meta_model_loads_a_sharded_state_dict_with_assign() -> None:
     source, net = sharded(build(5)), sharded(_on_meta())
     net.load_state_dict(source.state_dict(), assign=True)
     assert torch.equal(net(batch()), source(batch()))
+
+
+# -- buffers that are in no state dict ------------------------------------------------------------
+
+
+class _Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("inv_freq", torch.arange(4.0), persistent=False)
+        self.register_buffer("kept", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.inv_freq * self.kept  # type: ignore[no-any-return]
+
+
+def _fill(module: nn.Module) -> None:
+    module.get_buffer("inv_freq").fill_(1)
+
+
+def _fill_data(module: nn.Module) -> None:
+    module.get_buffer("inv_freq").data.fill_(1)
+
+
+def _assign(module: Any) -> None:
+    module.inv_freq = torch.ones(4)
+
+
+@pytest.mark.parametrize("write", [None, _fill, _fill_data, _assign])
+@distributed(2)
+def test_a_buffer_that_to_empty_left_unwritten_is_named_once(
+    write: Callable[[Any], None] | None,
+) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(_Rotary(), nn.Linear(4, 4))
+    for each in (model[0], model):
+        fully_shard(each)
+    model.to_empty(device="cpu")
+    model.load_state_dict(nn.Sequential(_Rotary(), nn.Linear(4, 4)).state_dict())
+    if write is not None:
+        write(model[0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.ones(2, 4))
+        model(torch.ones(2, 4))
+    found = [str(each.message) for each in caught if "to_empty" in str(each.message)]
+    assert len(found) == (write is None)
+    assert all(each.startswith("0.inv_freq: ") for each in found)

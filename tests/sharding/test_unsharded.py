@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.policies import DepthPrefetch, MixedPrecisionPolicy
 from fullshard.sharding import unsharded
 from support.events.models import Net, batch, make_net
-from support.events.recorder import group_of, ours, record
+from support.events.recorder import assert_gradients_of, group_of, ours, record
 from support.parity.compare import parameters_of
 from support.ranks import distributed
 from support.surface.errors import says
@@ -392,3 +392,62 @@ def test_arguments_are_checked() -> None:
         arguments: dict[str, Any] = {name: 1}
         with pytest.raises(TypeError, match=says(name)), unsharded(nn.Linear(1, 1), **arguments):
             pass
+
+
+# -- while a graph lives --------------------------------------------------------------------------
+
+
+def _halve(module: nn.Module) -> None:
+    with torch.no_grad():
+        for param in module.parameters():
+            param.mul_(0.5)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("finished", [True, False], ids=["finished graph", "open graph"])
+@distributed(2, 4)
+def test_each_rank_writes_into_memory_of_its_own_while_a_loss_lives(
+    finished: bool, reshard: bool
+) -> None:
+    net, whole = make_net(ours, reshard_after_forward=reshard), make_net(None)
+    losses = [model(batch()).square().mean() for model in (net, whole)]
+    if finished:
+        for loss in losses:
+            loss.backward()
+    for _ in range(2):
+        with unsharded(net, writeback=True):
+            _halve(net)
+        _halve(whole)
+    wanted = dict(whole.named_parameters())
+    for name, value in parameters_of(net).items():
+        assert value is not None and torch.equal(value, wanted[name]), name
+    with torch.no_grad():
+        assert torch.equal(net(batch()), whole(batch()))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(2)
+def test_a_graph_from_before_a_block_has_its_backward_after_it(reshard: bool) -> None:
+    net, whole = make_net(ours, reshard_after_forward=reshard), make_net(None)
+    loss = net(batch()).square().sum()
+    with unsharded(net), torch.no_grad():
+        assert torch.equal(net(batch()), whole(batch()))
+    loss.backward()
+    whole(batch()).square().sum().backward()
+    assert_gradients_of(net, whole)
+
+
+@pytest.mark.parametrize("when", ["inside", "after a change"])
+@distributed(2)
+def test_a_backward_that_would_read_other_values_is_refused(when: str) -> None:
+    net = make_net(ours)
+    loss = net(batch()).square().sum()
+    with unsharded(net, writeback=True):
+        if when == "inside":
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            _halve(net)
+    if when == "after a change":
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

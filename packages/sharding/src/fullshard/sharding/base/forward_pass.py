@@ -170,7 +170,7 @@ class Call:
         hook = partial(post_backward, forward_pass)
         view = _watched_view(self.watched, hook)
         if view is not None:
-            passed: Sequence[torch.Tensor] = [view]
+            passed: Sequence[Any] = [view]
         else:
             passed = _PostBackward.apply(hook, *self.watched)  # type: ignore[no-untyped-call]  # torch: untyped
         forward_pass.first_node = sequence_of(passed[0].grad_fn)

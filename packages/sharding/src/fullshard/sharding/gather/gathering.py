@@ -344,16 +344,17 @@ class Gathering:
         """Finish the gather: the modules hold full parameters after it."""
         self._user_wrote |= holders.user_may_write
         in_flight, self.in_flight = self.in_flight, None
-        if in_flight is None or self._finishes is None:
-            if holders.user_may_write and self.state is _UNSHARDED and self._prepared is not None:
-                memory = self._prepared.memory
-                memory.point_at(memory.home, holders)
-            return
-        self._finishes.finish(in_flight, holders)
-        self.swap.to_unsharded()
-        self._become(_UNSHARDED)
-        if LISTENERS:
-            emit(EventKind.WAIT, self.name, rank=self.rank)
+        if in_flight is not None and self._finishes is not None:
+            self._finishes.finish(in_flight, holders)
+            self.swap.to_unsharded()
+            self._become(_UNSHARDED)
+            if LISTENERS:
+                emit(EventKind.WAIT, self.name, rank=self.rank)
+        elif holders.user_may_write and self.state is _UNSHARDED and self._prepared is not None:
+            memory = self._prepared.memory
+            memory.point_at(memory.home, holders)
+        if holders.in_block and self._prepared is not None:
+            self._prepared.memory.leave_home()
 
     def register(self) -> None:
         """Make the modules hold what the group is now, whatever they were given."""

@@ -20,8 +20,7 @@ share. Each rank decides independently where its parameters are: a user's ``unsh
 memory, to which the shared buffer is copied, since a user may write; and while a graph lives they
 stay where its forward had them. The end of a graph, which ranks notice at different times,
 therefore changes no collective. An ``unsharded`` block always gets private memory. If a graph
-lives, the parameters return from there at the next reshard. Until then they have other versions, so
-that autograd refuses the aliases of that graph.
+lives, the parameters return at the next reshard; until then autograd refuses the graph's aliases.
 """
 
 from __future__ import annotations
@@ -145,7 +144,6 @@ class UnshardedMemory(ParamStorage):
         self._storage.resize_(0)
         self.home: ParamStorage = self
         self._left: ParamStorage | None = None  # where they lie again after the next reshard
-        self._versions: tuple[int, ...] = ()
         self.on_free: Sequence[Callable[[], None]] = ()
         self.to_use = to_use
 
@@ -170,25 +168,29 @@ class UnshardedMemory(ParamStorage):
             holders: who holds them. For a user who may write, they are stored here.
         """
         self.repoint(self if holders.user_may_write else home, holders)
-        if holders.in_block and self.home is not self:
-            self._leave_home()
         if self.home is not home:
             self.fill_from(home.write_views)
             home.free()
 
-    def _leave_home(self) -> None:
-        """Store the parameters here, apart from aliases that a graph holds, until ``return_home``."""
-        self._left, self.home = self.home, self
-        self.put_back()
-        self._versions = tuple(map(version_of, self.params))
-        set_versions(tuple(self.params), tuple([each + _APART for each in self._versions]))
+    def leave_home(self) -> None:
+        """Store the parameters here, apart from a graph's aliases, until ``return_home``."""
+        home = self.home
+        if home is not self:
+            self._left, self.home = home, self
+            self.put_back()
+            self._add_to_versions(_APART)
+            self.fill_from(home.write_views)
+            home.free()
 
     def return_home(self) -> None:
-        """Store the parameters where a graph holds aliases of them, if they left that memory."""
+        """Undo ``leave_home``; a graph refuses parameters that were changed in place meanwhile."""
         if self._left is not None:
             self.home, self._left = self._left, None
             self.put_back()
-            set_versions(tuple(self.params), self._versions)
+            self._add_to_versions(-_APART)
+
+    def _add_to_versions(self, number: int) -> None:
+        set_versions(tuple(self.params), tuple([version_of(each) + number for each in self.params]))
 
     def put_back(self) -> None:
         """Point parameters that a user moved back to the memory that gathers fill."""

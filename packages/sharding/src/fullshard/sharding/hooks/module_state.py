@@ -321,8 +321,7 @@ class ModuleState:
                     group.wait_for_unshard()
                 order, place = context.record.post_forward, forward_pass.place
                 policy = self.prefetch.in_backward
-                ahead = self.backward_prefetch or order.ahead_of(place, self.name, policy)
-                for target in ahead:
+                for target in self.backward_prefetch or order.ahead_of(place, self.name, policy):
                     for group in target.groups if target.unshard_in_backward else ():
                         schedule.prefetch(group)
         finally:

@@ -57,9 +57,9 @@ def warn_of_unwritten(modules: dict[nn.Module, str]) -> None:
     ]
     if found:
         warnings.warn(
-            f"{', '.join(found)}: no code has written to this buffer since to_empty(), and no state "
-            "dict has it, because it is not persistent; so its values are arbitrary. Compute it "
-            "again after to_empty(), as the module's __init__ does",
+            f"{', '.join(found)}: no code has written to these buffers since to_empty(), and no "
+            "state dict has them, because they are not persistent, so their values are arbitrary; "
+            "compute them again after to_empty(), as the __init__ of their modules does",
             RuntimeWarning,
             stacklevel=2,
         )
