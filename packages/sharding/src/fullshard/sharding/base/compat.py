@@ -68,6 +68,7 @@ __all__ = [
     "swap_impl",
     "untraced",
     "version_of",
+    "will_execute",
     "without_functorch",
     "without_torch_function",
 ]
@@ -243,7 +244,6 @@ def node_made_since(tensor: torch.Tensor, sequence: int) -> torch.autograd.graph
 sequence_of: Callable[[torch.autograd.graph.Node], int] = methodcaller("_sequence_nr")
 """Return the number of a node; later nodes have higher numbers (``_sequence_nr``)."""
 
-
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Return the number of changes in place of a tensor and its views (``_version``)."""
 
@@ -260,8 +260,7 @@ group. So a freed parameter has this version, and torch raises "modified by an i
 is at version 1000000000". Views of a parameter share its version. A gather restores it.
 """
 
-set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None]
-set_versions = torch._C._autograd._unsafe_set_version_counter
+set_versions: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter
 """Set the version of each tensor; no public name does (``_unsafe_set_version_counter``)."""
 
 
@@ -284,9 +283,11 @@ def in_transform() -> bool:
     return functorch_is_active() or forward_ad._current_level >= 0
 
 
-def is_legacy_batched(tensor: torch.Tensor) -> bool:
-    """Return whether ``torch.autograd.functional`` vectorises ``tensor``."""
-    return torch._C._functorch.is_legacy_batchedtensor(tensor)
+is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
+"""Return whether ``torch.autograd.functional`` vectorises a tensor."""
+
+will_execute: Callable[[torch.autograd.graph.Node], bool] = torch._C._will_engine_execute_node
+"""Return whether the backward that calls this reaches a node (``_will_engine_execute_node``)."""
 
 
 def add_tensor_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:

@@ -21,15 +21,16 @@ list, a cycle may wait for the garbage collector, a worker thread may drop the l
 The death of a graph only frees memory. A forward whose graph died counts as outstanding until the
 parameters change.
 
-[Note: passed input] While forward runs, a single input is a view of itself: the cheapest node there
-is; see [Note: stand-ins]. A module may change it in place, as it may without us: then autograd
-gives view and input new nodes, in which the module's parameters may have a part. The input is
-therefore watched as the outputs are. No event shows that backward is past the module, so the end of
-backward ends the pass. Several inputs share one node, which reports once that backward reached all
-inputs; torch refuses to change them in place. Tensors that require no gradient are passed
-unchanged; if one requires a gradient afterwards, it is watched, too. So is a tensor that forward
-put into a container among its arguments. torch's ``fully_shard`` passes all inputs through a node
-of its own, and so forbids the change.
+[Note: passed input] While forward runs, an input that requires a gradient is a view of itself; see
+[Note: stand-ins]. The node of the view reports that backward reached the input. When backward
+begins, autograd knows which of these nodes it will reach; after the last of them, backward has left
+the module. A node that joined all inputs would lead into the graphs of tensors that the module only
+passes on. A module may change an input in place, as it may without us: then autograd gives view and
+input new nodes, in which the module's parameters may have a part. The input is therefore watched
+as the outputs are. No event shows that backward is past the module, so the end of backward ends the
+pass. Tensors that require no gradient are passed unchanged; if one requires a gradient afterwards,
+it is watched, too. So is a tensor that forward put into a container among its arguments. torch's
+``fully_shard`` passes all inputs through one node of its own, and so forbids the change.
 """
 
 from __future__ import annotations
@@ -45,22 +46,43 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from fullshard.comm.spi import NOTHING
 from fullshard.sharding.base.compat import (
     add_tensor_hook,
     node_made_since,
     sequence_of,
     untraced,
+    will_execute,
+    without_torch_function,
 )
 from fullshard.sharding.base.stand_ins import StandIns
-from fullshard.sharding.base.tensors import tensors_in
+from fullshard.sharding.base.tensors import is_plain, tensors_in
 
-__all__ = ["Call", "ForwardPass", "ParameterGeneration", "Root"]
+__all__ = ["Call", "CallInputs", "ForwardPass", "ParameterGeneration", "Root"]
 
 _Hook: TypeAlias = Callable[..., Any]  # what backward calls, with whatever autograd hands a hook
 
 _numbers = itertools.count(1)
 _NO_CONTAINERS = {torch.Tensor, bool, int, float, str, type(None)}  # by far the most arguments
 _EXPIRED = 0  # stands for every forward whose graph died
+
+
+class CallInputs:
+    """The autograd nodes before the inputs of one call; only the graph after the call holds them.
+
+    Attributes:
+        nodes: those of the inputs that require a gradient.
+        unseen: 1 if no node shows that backward left the call; else 0.
+        announced_in: the backward that reached the outputs of the call last.
+    """
+
+    __slots__ = ("announced_in", "nodes", "unseen")
+
+    def __init__(self) -> None:
+        """Start without an input."""
+        self.nodes: list[torch.autograd.graph.Node] = []
+        self.unseen = 1
+        self.announced_in = -1
 
 
 class ForwardPass:
@@ -70,8 +92,7 @@ class ForwardPass:
         number: unique in this process; the owner of its leases.
         place: its place in the post-forward order, from which backward prefetches.
         calls: module calls that belong to it: one per module of the list that ran.
-        reached: those whose inputs backward has reached. A call without an input that requires a
-            gradient is never reached, so the end of backward ends the pass.
+        inputs: how many inputs these calls have, of all that backward could reach.
         first_node: the number of the first autograd node of its latest call.
         recompute: whether it runs inside a backward.
         in_backward: whether a backward reached its outputs.
@@ -82,12 +103,13 @@ class ForwardPass:
         """Begin it. ``expired``: called with its number and thread if its graph is freed first."""
         self.number = next(_numbers)
         self.place = -1
-        self.calls = 0
-        self.reached = 0
+        self.calls = self.inputs = 0
         self.first_node = 0
         self.recompute = recompute
         self.in_backward = False
         self.done = False
+        self._backwards = 0
+        self._announced = self._awaited = self._reached = 0  # calls and inputs in this backward
         self._expired = expired
         self._thread = threading.get_ident()
 
@@ -98,8 +120,22 @@ class ForwardPass:
         """
         if self.done:
             self.done = False
-            self.reached = 0
+            self._announced = self._awaited = self._reached = 0
+            self._backwards += 1
         self.in_backward = True
+
+    def announce(self, inputs: CallInputs | None) -> None:
+        """Count the inputs of a call that backward will reach, once it reached the outputs."""
+        if inputs is not None and inputs.announced_in != self._backwards:
+            inputs.announced_in = self._backwards
+            self._announced += 1
+            self._awaited += inputs.unseen + sum(map(will_execute, inputs.nodes))
+
+    def reach_input(self) -> bool:
+        """Count an input that backward reached; return whether backward has left all calls."""
+        self._reached += 1
+        known = self._announced == self.calls
+        return not self.done and self._reached >= (self._awaited if known else self.inputs)
 
     def close(self) -> None:
         """Counts no longer: its backward ended."""
@@ -126,6 +162,7 @@ class Call:
         reads: open while hooks watch the tensors that autograd saves; None: they do not.
         in_transform: whether it runs inside a transform; see [Note: transforms].
         stand_ins: what its inputs hold while it runs.
+        inputs: the nodes before its inputs.
         watched: inputs that required a gradient when it began.
         others: inputs that required none.
         containers: arguments into which forward may put other tensors.
@@ -139,6 +176,7 @@ class Call:
     reads: ExitStack | None = None
     in_transform: bool = False
     stand_ins: StandIns = field(default_factory=StandIns)
+    inputs: CallInputs = field(default_factory=CallInputs)
     watched: Sequence[torch.Tensor] = ()
     others: Sequence[torch.Tensor] = ()
     containers: Sequence[Any] = ()
@@ -150,10 +188,10 @@ class Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Make the backward that reached all inputs call ``post_backward``.
+        """Make the backward that reaches an input call ``post_backward``.
 
-        ``post_backward`` is called with the forward pass and the gradients of the inputs. If no
-        input requires a gradient, the end of backward ends the pass.
+        ``post_backward`` is called with the forward pass and the gradient of the input. If no input
+        requires a gradient, the end of backward ends the pass.
         """
         self.forward_pass = forward_pass
         forward_pass.calls += 1
@@ -165,16 +203,18 @@ class Call:
             self.containers = [each for each in values if type(each) not in _NO_CONTAINERS]
         self.watched = [tensor for tensor in found if tensor.requires_grad]
         self.others = [tensor for tensor in found if not tensor.requires_grad]
-        if not self.watched:
-            return
-        hook = partial(post_backward, forward_pass)
-        view = _watched_view(self.watched, hook)
-        if view is not None:
-            passed: Sequence[Any] = [view]
-        else:
-            passed = _PostBackward.apply(hook, *self.watched)  # type: ignore[no-untyped-call]  # torch: untyped
-        forward_pass.first_node = sequence_of(passed[0].grad_fn)
-        self.stand_ins.put(self.watched, passed)
+        hook, views = partial(post_backward, forward_pass), []
+        for tensor in self.watched:
+            view = _view_with_node(tensor)
+            views.append(view)
+            if view is not tensor:
+                view.grad_fn.register_hook(hook)
+                self.inputs.nodes.append(view.grad_fn)
+        if self.inputs.nodes:
+            forward_pass.first_node = sequence_of(self.inputs.nodes[0])
+            self.inputs.unseen = 0
+            self.stand_ins.put(self.watched, views)
+        forward_pass.inputs += self.inputs.unseen + len(self.inputs.nodes)
 
     def watch_output(self, pre_backward: _Hook, output: Any) -> ForwardPass | None:
         """Make the first gradient that reaches what the forward did call ``pre_backward``.
@@ -195,13 +235,15 @@ class Call:
         # an error in a change in place leaves the input in a state that torch itself cannot read
         if output is not None or sys.exception() is None:
             changed = [view for view in self.stand_ins.changed() if view.requires_grad]
-            forward_pass.calls += len(changed)  # more than are ever reached: their nodes are lost
+            if changed:  # their nodes are lost
+                forward_pass.inputs += 1
+                self.inputs.unseen = 1
             found = [*found, *self.others, *changed]
             if self.containers:
                 found += tensors_in(self.containers)
         inputs = set(map(id, self.watched))  # one that is returned has gradients of other modules
         tensors = [each for each in found if each.requires_grad and id(each) not in inputs]
-        hook = partial(pre_backward, forward_pass)
+        hook = partial(pre_backward, forward_pass, self.inputs)
         for tensor in tensors:
             add_tensor_hook(tensor, hook)
             node = node_made_since(tensor, forward_pass.first_node)
@@ -210,33 +252,16 @@ class Call:
         return forward_pass if tensors else None
 
 
-def _watched_view(tensors: Sequence[torch.Tensor], hook: _Hook) -> torch.Tensor | None:
-    """Return a view of a single plain tensor, whose backward calls ``hook``; None if it has none.
+def _view_with_node(tensor: torch.Tensor) -> Any:
+    """Return a view of ``tensor`` with an autograd node of its own, or ``tensor`` if it has none.
 
     A subclass may return what it likes for a view, and a tensor made in inference mode has views
     without a node.
     """
-    if len(tensors) != 1 or type(tensors[0]) is not torch.Tensor:
-        return None
-    view = tensors[0].view_as(tensors[0])
-    if view.grad_fn is None:
-        return None
-    view.grad_fn.register_hook(hook)
-    return view
-
-
-class _PostBackward(torch.autograd.Function):
-    """The identity before a module's inputs, whose backward is the module's post-backward."""
-
-    @staticmethod
-    def forward(ctx: Any, hook: _Hook, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.hook = hook
-        return tensors
-
-    @staticmethod
-    @untraced
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, *(ctx.hook(grads) or grads))
+    with without_torch_function() if type(tensor) is not torch.Tensor else NOTHING:
+        view = tensor.view_as(tensor)
+    alike = type(view) is type(tensor) or (is_plain(view) and is_plain(tensor))
+    return view if alike and view.grad_fn is not None else tensor
 
 
 class Root(Protocol):

@@ -122,7 +122,8 @@ class StandIns:
         stand_ins: dict[int, torch.Tensor] = {}
         for tensor, other, version, _ in self._exchanged:
             if not _are_alike(tensor, other) or (alone and _version(other) == version):
-                stand_ins[id(tensor)] = other
+                # hooks on an output hold the nodes before the inputs, so it has a node of its own
+                stand_ins[id(tensor)] = other.view_as(other) if other.requires_grad else other
         return map_tensors(lambda tensor: stand_ins.get(id(tensor), tensor), output)
 
 

@@ -32,7 +32,7 @@ from fullshard.sharding.base.compat import (
     in_transform,
     untraced,
 )
-from fullshard.sharding.base.forward_pass import Call, ForwardPass
+from fullshard.sharding.base.forward_pass import Call, CallInputs, ForwardPass
 from fullshard.sharding.base.policies import Policies, declares
 from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.base.tensors import tensors_in
@@ -161,7 +161,7 @@ class ModuleState:
         call.in_transform = True
         self._adapt(call, inputs)
         if call.forward_pass is not None:
-            hook = partial(self.pre_backward, call.forward_pass)
+            hook = partial(self.pre_backward, call.forward_pass, None)
             call.stand_ins.put(inputs, watch(hook, inputs))
 
     def _begin_call(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
@@ -199,8 +199,9 @@ class ModuleState:
             return
         forward_pass = self._pass_of(first, call)
         if self.gathers_on_read or (DEBUGGED and is_debugging()):
-            hook = partial(self.pre_backward, forward_pass) if self.gathers_on_read else None
-            call.reads = watch_reads(self.label, self.groups, hook)
+            hook = partial(self.pre_backward, forward_pass, None)
+            on_read = hook if self.gathers_on_read else None
+            call.reads = watch_reads(self.label, self.groups, on_read)
         call.watch_inputs(self.post_backward, forward_pass, args, kwargs)
 
     def _adapt(self, call: Call, inputs: list[torch.Tensor]) -> None:
@@ -266,7 +267,8 @@ class ModuleState:
     def _end_in_transform(self, call: Call, output: Any) -> Any:
         """End a call inside a transform of ``torch.func``, and return the output, watched."""
         if call.forward_pass is not None:
-            output = watch(partial(self.pre_backward, call.forward_pass), output, copy=True)
+            hook = partial(self.pre_backward, call.forward_pass, None)
+            output = watch(hook, output, copy=True)
         outside_transforms(self._end_call)(call, output, call.forward_pass)
         return output
 
@@ -300,9 +302,12 @@ class ModuleState:
     # -- backward ---------------------------------------------------------------------------------
 
     @untraced
-    def pre_backward(self, forward_pass: ForwardPass, *_: object) -> None:
-        """Unshard the groups at the first gradient of the outputs, and ignore later ones."""
+    def pre_backward(
+        self, forward_pass: ForwardPass, inputs: CallInputs | None, *_: object
+    ) -> None:
+        """Unshard the groups at the first gradient of the outputs. ``inputs``: of their call."""
         if forward_pass.in_backward:
+            forward_pass.announce(inputs)
             return
         start = perf_counter_ns()
         try:
@@ -311,6 +316,7 @@ class ModuleState:
                 context, schedule = self.context, self.context.schedule
                 context.enter_backward()
                 forward_pass.begin_backward()
+                forward_pass.announce(inputs)
                 if WATCHERS:
                     emit(EventKind.PRE_BACKWARD, self.label, rank=self._rank)
                 for group in self.groups:
@@ -333,25 +339,23 @@ class ModuleState:
     ) -> tuple[torch.Tensor | None, ...] | None:
         """End a backward once it reached the inputs of all modules of its forward pass.
 
-        Returns the inputs' gradients, watched, if they may have a backward of their own.
+        Returns the input's gradient, watched, if it may have a backward of its own.
         """
         start = perf_counter_ns()
-        forward_pass.reached += 1
         try:
-            needs_range = functorch_is_active() or is_profiled()
-            with set_apart("post_backward", self.name) if needs_range else NOTHING:
-                if forward_pass.reached >= forward_pass.calls and not forward_pass.done:
+            if forward_pass.reach_input():
+                needs_range = functorch_is_active() or is_profiled()
+                with set_apart("post_backward", self.name) if needs_range else NOTHING:
                     if not forward_pass.in_backward:  # see [Note: unannounced backward]
                         self.context.enter_backward()
                     forward_pass.close()
-                    schedule = self.context.schedule
                     for group in self.groups:
-                        schedule.end_module_backward(group, forward_pass)
+                        self.context.schedule.end_module_backward(group, forward_pass)
         finally:
             self.host_ns += perf_counter_ns() - start
         if not grads or not torch.is_grad_enabled():
             return None
-        return tuple(watch(partial(self.pre_backward, forward_pass), grads))
+        return tuple(watch(partial(self.pre_backward, forward_pass, None), grads))
 
     # -- access -----------------------------------------------------------------------------------
 
