@@ -23,7 +23,7 @@ from fullshard.sharding import unsharded
 from support.fuzz.case import Checkpointing, FuzzCase
 from support.fuzz.model import Leaf, Node, Root
 
-__all__ = ["BlockCase", "Grads", "BlocksCase", "draw_blocks", "open_block", "unsaved"]
+__all__ = ["WRITES", "BlockCase", "BlocksCase", "Grads", "draw_blocks", "open_block", "unsaved"]
 
 WRITES = ("", "mul_", "add_", "copy_")
 

@@ -182,6 +182,8 @@ class Outcome:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return copies of all values, by name."""
         found = {"loss": self.loss, "output": self.out}
+        if not self.loss.isfinite():  # and so it is in both runs, or their names differ
+            del found["loss"]
         found.update((f"entry {at}: {name}", each) for at, (name, each) in enumerate(self.entries))
         return {name: each.detach().clone() for name, each in found.items()}
 

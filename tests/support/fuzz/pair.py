@@ -142,7 +142,7 @@ class Pair:
     def keep(self, got: Outcome) -> None:
         """Keep what the program keeps of a forward; remember its values."""
         kept, live = self.program.more.kept, dict[str, torch.Tensor]()
-        if kept in (Kept.LOSS, Kept.ALL):
+        if kept in (Kept.LOSS, Kept.ALL) and got.loss.isfinite():
             live["loss"] = got.loss
         if kept in (Kept.OUTPUT, Kept.ALL):
             live["output"] = got.out

@@ -123,7 +123,8 @@ def _open_before(pair: Pair) -> None:
         pair.alive.append(pair.outcome(0))
     names = [name for name, _ in pair.oracle.model.named_parameters()]
     pair.open_block(block, names, fresh=True)()
-    pair.compare_parameters(f"after a block before step {pair.step}")
+    if not block.forward:  # else the graph may keep full parameters, in the dtype of the forward
+        pair.compare_parameters(f"after a block before step {pair.step}")
 
 
 def _block_inside(pair: Pair, micro: int) -> BlockCase | None:
