@@ -150,14 +150,13 @@ def test_the_seeds_of_the_matrix_draw_all_that_a_program_may_do_more() -> None:
     assert not rare, f"{rare} are hardly drawn"
 
 
-ARGUMENTS = ("keyword", "again", "context", "reads", "casts")
+ARGUMENTS = ("keyword", "again", "context", "reads", "casts", "late")
 
 
 def _names_of(more: MoreCase) -> Iterator[object]:
     """Yield what is drawn of the arguments of forwards, and of blocks with full parameters."""
     carried, blocks = more.carried, more.blocks
-    drawn = (carried.keyword, carried.again, carried.context, carried.reads, carried.casts)
-    yield from (name for name, has in zip(ARGUMENTS, drawn, strict=True) if has and carried.kind)
+    yield from (name for name in ARGUMENTS if vars(carried)[name] and carried.kind)
     for block in (*blocks.before, *(each for step in blocks.inside for each in step)):
         if block is not None:
             yield f"{block.write} a block"

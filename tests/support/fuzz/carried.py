@@ -28,6 +28,7 @@ __all__ = [
     "STEM",
     "CarriedCase",
     "Entries",
+    "collect",
     "draw_carried",
     "empty",
     "entries_of",
@@ -113,6 +114,8 @@ class CarriedCase:
         reads: whether layers compute with what earlier ones wrote.
         casts: whether the sharded root casts its inputs.
         trains: whether a tensor in an inner tuple requires a gradient.
+        late: whether leaves compute what they write after their output, so that backward reaches
+            it before the output.
     """
 
     kind: str = ""
@@ -122,6 +125,7 @@ class CarriedCase:
     reads: bool = False
     casts: bool = False
     trains: bool = False
+    late: bool = False
 
     def made(self, dtype: torch.dtype) -> Any:
         """Return a new object; tensors in it have the dtype of the inputs."""
@@ -148,6 +152,8 @@ class CarriedCase:
             named["context"] = None if self.casts else x
         if self.reads:
             named["reads"] = True
+        if self.late:
+            named["late"] = True
         return given, named
 
 
@@ -176,6 +182,7 @@ def draw_carried(case: FuzzCase, casts: bool) -> CarriedCase:
         reads=plain and bool(kind) and drawn[3],
         casts=casts,
         trains=plain,
+        late=bool(kind) and rng.random() < 0.15,
     )
 
 
@@ -217,28 +224,46 @@ def read(
     return x + 0.1 * earlier[-1].mean() if earlier else x
 
 
-def write(
+def collect(
     x: torch.Tensor,
-    y: torch.Tensor,
+    out: torch.Tensor,
     layer: int,
     held: Any = None,
     *,
     on_tensors: bool = False,
     **_: Any,
-) -> None:
-    """Write what a layer collects: every other one a scalar, else its output.
+) -> torch.Tensor | None:
+    """Return what a layer collects: ``out``, or in every other layer a scalar.
 
     Args:
-        x: its input, as it came.
-        y: its output, which is not ``x``.
+        x: the input of the layer, as it came.
+        out: what the layer computed.
         layer: its number.
-        held: where to.
-        on_tensors: whether to write an attribute of the output.
+        held: where it will be written.
+        on_tensors: whether it will be an attribute, which may not save the tensor that has it.
     """
-    if on_tensors:  # not of ``y``: a tensor that a graph of its own attribute saves is never freed
-        y.aux = x.__dict__.get("aux", 0) + x.square().mean()  # type: ignore[attr-defined]
-    elif held is not None:
-        _put(held, f"{layer}", y if layer % 2 == 0 else y.square().mean())
+    if on_tensors:
+        aux: torch.Tensor = x.__dict__.get("aux", 0) + x.square().mean()
+        return aux
+    if held is None:
+        return None
+    return out if layer % 2 == 0 else out.square().mean()
+
+
+def write(
+    y: torch.Tensor,
+    layer: int,
+    value: torch.Tensor | None,
+    held: Any = None,
+    *,
+    on_tensors: bool = False,
+    **_: Any,
+) -> None:
+    """Write what a layer collected; ``y`` is the output, which is not the input."""
+    if on_tensors:
+        y.aux = value  # type: ignore[attr-defined]
+    elif value is not None:
+        _put(held, f"{layer}", value)
 
 
 @singledispatch

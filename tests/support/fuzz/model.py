@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.policies import DepthPrefetch
 from fullshard.sharding import FSDPModule, fully_shard
 from support.fuzz.around import Around, AroundCase
-from support.fuzz.carried import HEAD, STEM, read, require_one, write
+from support.fuzz.carried import HEAD, STEM, collect, read, require_one, write
 from support.fuzz.case import Checkpointing, FuzzCase, NodeCase
 from support.ranks import cpu_mesh
 
@@ -38,8 +38,10 @@ class Leaf(nn.Module):
         require_one(x, *given, **named)
         known = read(x, *given, **named)
         out: torch.Tensor = self.down(torch.tanh(self.up(known)))
+        early = collect(x, out, self.number, *given, **named)
         y = known + (out if self.scale is None else self.scale * out)
-        write(x, y, self.number, *given, **named)
+        late = collect(x, y, self.number, *given, **named) if "late" in named else early
+        write(y, self.number, late, *given, **named)
         return y
 
 
@@ -83,12 +85,12 @@ class Root(nn.Module):
     def forward(self, x: torch.Tensor, skips: int, *given: Any, **named: Any) -> torch.Tensor:
         require_one(x, *given, **named)
         first = self.stem(read(x, *given, **named))
-        write(x, first, STEM, *given, **named)
+        write(first, STEM, collect(x, first, STEM, *given, **named), *given, **named)
         if "context" in named:
             named["context"] = first
         last = self.tree(first, skips, *given, **named)
         out: torch.Tensor = self.head(last)
-        write(last, out, HEAD, *given, **named)
+        write(out, HEAD, collect(last, out, HEAD, *given, **named), *given, **named)
         return out
 
 

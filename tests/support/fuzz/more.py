@@ -181,7 +181,8 @@ class Outcome:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return copies of all values, by name."""
-        found = {"loss": self.loss, "output": self.out}
+        # a penalty is in the dtype of the input, which the sharded root casts
+        found = {"loss": self.loss.to(self.out.dtype), "output": self.out}
         if not self.loss.isfinite():  # and so it is in both runs, or their names differ
             del found["loss"]
         found.update((f"entry {at}: {name}", each) for at, (name, each) in enumerate(self.entries))
