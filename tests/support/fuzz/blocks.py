@@ -23,7 +23,16 @@ from fullshard.sharding import unsharded
 from support.fuzz.case import Checkpointing, FuzzCase
 from support.fuzz.model import Leaf, Node, Root
 
-__all__ = ["WRITES", "BlockCase", "BlocksCase", "Grads", "draw_blocks", "open_block", "unsaved"]
+__all__ = [
+    "NO_BLOCKS",
+    "WRITES",
+    "BlockCase",
+    "BlocksCase",
+    "Grads",
+    "draw_blocks",
+    "open_block",
+    "unsaved",
+]
 
 WRITES = ("", "mul_", "add_", "copy_")
 
@@ -68,6 +77,9 @@ class BlocksCase:
 
     before: tuple[BlockCase | None, ...] = ()
     inside: tuple[tuple[BlockCase | None, ...], ...] = ()
+
+
+NO_BLOCKS = BlocksCase()
 
 
 def draw_blocks(case: FuzzCase) -> BlocksCase:

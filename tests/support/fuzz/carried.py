@@ -320,7 +320,7 @@ def empty(held: Any) -> None:
 def entries_of(held: Any) -> Entries:
     """Return what layers wrote: keys or numbers, and values, in order."""
     if isinstance(held, torch.Tensor):
-        return [("aux", held.aux)] if "aux" in held.__dict__ else []
+        return [(name, each) for name, each in held.__dict__.items() if name == "aux"]
     if isinstance(held, Total):
         return [] if held.total is None else [(f"of {held.layers}", held.total)]
     if isinstance(held, dict):

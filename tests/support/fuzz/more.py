@@ -28,7 +28,7 @@ from support.fuzz.around import (
     draw_around,
     is_reentrant,
 )
-from support.fuzz.blocks import BlocksCase, draw_blocks
+from support.fuzz.blocks import NO_BLOCKS, BlocksCase, draw_blocks
 from support.fuzz.carried import NOT_CARRIED, CarriedCase, Entries, draw_carried, empty, entries_of
 from support.fuzz.case import FuzzCase
 from support.fuzz.model import inputs_of
@@ -84,7 +84,7 @@ class MoreCase:
     losses: tuple[tuple[Loss, ...], ...] = ()
     averages: bool = False
     carried: CarriedCase = NOT_CARRIED
-    blocks: BlocksCase = BlocksCase()
+    blocks: BlocksCase = NO_BLOCKS
     kept: Kept = Kept.NOTHING
 
     def loss(self, step: int, micro: int) -> Loss:
