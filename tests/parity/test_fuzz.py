@@ -9,6 +9,7 @@ third test adds what else programs do. A few seeds run always, more in the matri
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,8 +23,10 @@ from support.fuzz.around import (
     Norm,
     draw_around,
 )
+from support.fuzz.blocks import WRITES, Grads
+from support.fuzz.carried import KINDS
 from support.fuzz.case import draw
-from support.fuzz.more import Loss, draw_more
+from support.fuzz.more import Kept, Loss, MoreCase, draw_more
 from support.fuzz.run import run_case
 from support.products import few
 from support.ranks import RanksFailed, run_on_ranks
@@ -75,7 +78,10 @@ def test_so_does_a_run_with_other_features_around_it(seed: int) -> None:
 
 
 def test_so_does_a_run_of_a_program_that_does_more(seed: int) -> None:
-    """Scalers, closures, second backwards, averages, interrupts, settings between backwards."""
+    """Scalers, closures, second backwards, averages, interrupts, settings between backwards.
+
+    Layers write into what a forward gets; blocks read and write full parameters; losses are kept.
+    """
     _run(seed, more=True)
 
 
@@ -137,6 +143,21 @@ def test_the_seeds_of_the_matrix_draw_all_that_a_program_may_do_more() -> None:
         found["closure"] += more.closure
         found["averages"] += more.averages
         found["overflow"] += any(map(more.overflows_in, range(len(case.steps))))
+        found.update([more.carried.kind, more.kept, *_names_of(more)])
     wanted = {*MORE_BEFORE, *MORE_BETWEEN, *Loss, "closure", "averages", "overflow"}
+    wanted |= {*KINDS, *Kept, *Grads, *ARGUMENTS, *(f"{each} a block" for each in WRITES)}
     rare = {name for name in wanted if found[name] < 2}
     assert not rare, f"{rare} are hardly drawn"
+
+
+ARGUMENTS = ("keyword", "again", "context", "reads", "casts", "late")
+
+
+def _names_of(more: MoreCase) -> Iterator[object]:
+    """Yield what is drawn of the arguments of forwards, and of blocks with full parameters."""
+    carried, blocks = more.carried, more.blocks
+    yield from (name for name in ARGUMENTS if vars(carried)[name] and carried.kind)
+    for block in (*blocks.before, *(each for step in blocks.inside for each in step)):
+        if block is not None:
+            yield f"{block.write} a block"
+            yield block.grads

@@ -125,6 +125,7 @@ class AroundCase:
         moves: how state moves into another run, before each step; empty: it does not.
         moved: what is around the run to which state moves, before each step.
         between: for each step, what comes before each micro-batch but the first.
+        at_rest: whether nothing else changes shards between steps.
     """
 
     placements: str = ""
@@ -147,6 +148,7 @@ class AroundCase:
     moves: tuple[str, ...] = ()
     moved: tuple[AroundCase, ...] = ()
     between: tuple[tuple[str, ...], ...] = ()
+    at_rest: bool = True
 
 
 NOTHING = AroundCase()
@@ -266,7 +268,7 @@ class Around:
             optimizer = OffloadedOptimizer(optimizer, HostTier(bucket_mb=1e-4, min_bytes=1))
         if case.checks:
             # what comes between steps changes shards
-            at_rest = not any(case.before) and not any(case.moves)
+            at_rest = case.at_rest and not any(case.before) and not any(case.moves)
             policy = IntegrityPolicy(every=2, at_rest=at_rest)
             self._checks = IntegrityChecks(model, optimizer, policy)
         return optimizer

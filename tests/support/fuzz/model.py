@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.policies import DepthPrefetch
 from fullshard.sharding import FSDPModule, fully_shard
 from support.fuzz.around import Around, AroundCase
+from support.fuzz.carried import HEAD, STEM, collect, read, require_one, write
 from support.fuzz.case import Checkpointing, FuzzCase, NodeCase
 from support.ranks import cpu_mesh
 
-__all__ = ["Root", "inputs_of", "loss_of", "optimizer_of", "sharded"]
+__all__ = ["Leaf", "Node", "Root", "inputs_of", "optimizer_of", "sharded"]
 
 WIDTH, BATCH = 4, 3
 
@@ -24,16 +26,23 @@ WIDTH, BATCH = 4, 3
 class Leaf(nn.Module):
     """``x + scale * down(tanh(up(x)))``."""
 
-    def __init__(self, case: NodeCase) -> None:
+    def __init__(self, case: NodeCase, number: int) -> None:
         super().__init__()
+        self.number = number
         self.up = nn.Linear(WIDTH, case.rows)
         self.down = nn.Linear(case.rows, WIDTH, bias=False)
         self.scale = nn.Parameter(torch.tensor(0.5)) if case.scale else None
         self.up.requires_grad_(not case.frozen)
 
-    def forward(self, x: torch.Tensor, skips: int) -> torch.Tensor:
-        out: torch.Tensor = self.down(torch.tanh(self.up(x)))
-        return x + (out if self.scale is None else self.scale * out)
+    def forward(self, x: torch.Tensor, skips: int, *given: Any, **named: Any) -> torch.Tensor:
+        require_one(x, *given, **named)
+        known = read(x, *given, **named)
+        out: torch.Tensor = self.down(torch.tanh(self.up(known)))
+        early = collect(x, out, self.number, *given, **named)
+        y = known + (out if self.scale is None else self.scale * out)
+        late = collect(x, y, self.number, *given, **named) if "late" in named else early
+        write(y, self.number, late, *given, **named)
+        return y
 
 
 class Node(nn.Module):
@@ -44,12 +53,15 @@ class Node(nn.Module):
         self.cases = case.nodes if isinstance(case, FuzzCase) else case.children
         self.parts = nn.ModuleList(_build(child, leaves) for child in self.cases)
 
-    def forward(self, x: torch.Tensor, skips: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, skips: int, *given: Any, **named: Any) -> torch.Tensor:
+        require_one(x, *given, **named)
         for index, (case, part) in enumerate(zip(self.cases, self.parts, strict=True)):
             if case.skipped and (skips + index) % 2:
                 continue
             for _ in range(1 + case.repeated):
-                x = _call(case, part, x, skips + index)
+                if "context" in named:
+                    named["context"] = x
+                x = _call(case, part, x, skips + index, *given, **named)
         return x
 
 
@@ -70,26 +82,36 @@ class Root(nn.Module):
                 leaf.up.weight = other.up.weight
         self.double()
 
-    def forward(self, x: torch.Tensor, skips: int) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.tree(self.stem(x), skips))
+    def forward(self, x: torch.Tensor, skips: int, *given: Any, **named: Any) -> torch.Tensor:
+        require_one(x, *given, **named)
+        first = self.stem(read(x, *given, **named))
+        write(first, STEM, collect(x, first, STEM, *given, **named), *given, **named)
+        if "context" in named:
+            named["context"] = first
+        last = self.tree(first, skips, *given, **named)
+        out: torch.Tensor = self.head(last)
+        write(out, HEAD, collect(last, out, HEAD, *given, **named), *given, **named)
         return out
 
 
 def _build(case: NodeCase, leaves: list[tuple[NodeCase, Leaf]]) -> nn.Module:
     if case.children:
         return Node(case, leaves)
-    leaf = Leaf(case)
+    leaf = Leaf(case, len(leaves))
     leaves.append((case, leaf))
     return leaf
 
 
-def _call(case: NodeCase, module: nn.Module, x: torch.Tensor, skips: int) -> torch.Tensor:
+def _call(
+    case: NodeCase, module: nn.Module, x: torch.Tensor, skips: int, *given: Any, **named: Any
+) -> torch.Tensor:
+    call = partial(module, **named)  # reentrant checkpointing takes no keyword arguments
     out: torch.Tensor
     if case.checkpointing is Checkpointing.NONE or not torch.is_grad_enabled():
-        out = module(x, skips)
+        out = call(x, skips, *given)
     else:
         reentrant = case.checkpointing is Checkpointing.REENTRANT
-        out = checkpoint(module, x, skips, use_reentrant=reentrant)
+        out = checkpoint(call, x, skips, *given, use_reentrant=reentrant)
     return out
 
 
@@ -134,12 +156,6 @@ def inputs_of(case: FuzzCase, rank: int, step: int, micro: int) -> tuple[torch.T
     generator = torch.Generator().manual_seed(hash((case.seed, rank, step, micro)) % 2**31)
     x = torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64)
     return x, rank + step + micro
-
-
-def loss_of(model: Root, inputs: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """Return the loss of a batch."""
-    out: torch.Tensor = model(*inputs)
-    return out.square().mean()
 
 
 def optimizer_of(model: Root, case: FuzzCase, around: AroundCase) -> torch.optim.Optimizer:

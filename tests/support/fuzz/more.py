@@ -1,7 +1,8 @@
 """What else a user's program does, drawn at random: a third way to run a seed.
 
 They are: ``GradScaler``, closures, graphs that backward goes through twice, averages of weights,
-interrupts, new parameters in the place of others, and settings that change between micro-batches.
+interrupts, new parameters in the place of others, settings that change between micro-batches,
+objects that layers fill, blocks with full parameters, and outcomes that are kept.
 
 Owns ``MoreCase``, its draws, and the averages of both runs. A seed names the same run without them.
 """
@@ -27,10 +28,22 @@ from support.fuzz.around import (
     draw_around,
     is_reentrant,
 )
+from support.fuzz.blocks import NO_BLOCKS, BlocksCase, draw_blocks
+from support.fuzz.carried import NOT_CARRIED, CarriedCase, Entries, draw_carried, empty, entries_of
 from support.fuzz.case import FuzzCase
-from support.fuzz.model import inputs_of, loss_of
+from support.fuzz.model import inputs_of
 
-__all__ = ["DECAY", "PLAIN", "Averages", "Loss", "MoreCase", "Program", "draw_more"]
+__all__ = [
+    "DECAY",
+    "PLAIN",
+    "Averages",
+    "Kept",
+    "Loss",
+    "MoreCase",
+    "Outcome",
+    "Program",
+    "draw_more",
+]
 
 DECAY = 0.7
 
@@ -43,6 +56,15 @@ class Loss(Enum):
     PENALTY = "penalty"  # on the gradient of the input: a backward of a backward
 
 
+class Kept(Enum):
+    """What stays alive of each forward, until the run ends."""
+
+    NOTHING = "nothing"
+    LOSS = "the loss"
+    OUTPUT = "the output"
+    ALL = "all of it"
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoreCase:
     """What else a program does.
@@ -52,12 +74,18 @@ class MoreCase:
         closure: whether the optimizer's step calls a closure that runs the backwards.
         losses: for each step, what becomes of the loss of each micro-batch.
         averages: whether averages of the weights are kept.
+        carried: what forwards get besides their inputs.
+        blocks: blocks with full parameters.
+        kept: what stays alive.
     """
 
     overflows: tuple[int, ...] | None = None
     closure: bool = False
     losses: tuple[tuple[Loss, ...], ...] = ()
     averages: bool = False
+    carried: CarriedCase = NOT_CARRIED
+    blocks: BlocksCase = NO_BLOCKS
+    kept: Kept = Kept.NOTHING
 
     def loss(self, step: int, micro: int) -> Loss:
         """Return what becomes of a loss."""
@@ -100,6 +128,12 @@ def draw_more(case: FuzzCase) -> tuple[AroundCase, MoreCase]:
         moves=tuple(way if rng.random() < 0.3 else "" for way in around.moves),
     )
     keeps = any(name in ("fail", "interrupt") for events in between for name in events)
+    more = replace(
+        more,
+        carried=draw_carried(case, casts=around.mixed),
+        blocks=draw_blocks(case),
+        kept=random.Random(f"kept {case.seed}").choice([*Kept]),
+    )
     return _possible(found, more, keeps), more
 
 
@@ -117,6 +151,7 @@ def _possible(around: AroundCase, more: MoreCase, keeps: bool) -> AroundCase:
     """
     moved = tuple(_possible(each, more, keeps) for each in around.moved)
     around = replace(around, moved=moved, keeps_unsynced=keeps)
+    around = replace(around, at_rest=not any(more.blocks.before))
     if more.closure or more.overflows is not None:  # neither is beside backward
         around = replace(around, overlaps=tuple(False for _ in around.overlaps))
     if more.overflows is not None:  # who clips looks at gradients that are scaled back
@@ -128,33 +163,92 @@ def _possible(around: AroundCase, more: MoreCase, keeps: bool) -> AroundCase:
     return around
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a forward gave.
+
+    Attributes:
+        loss: the loss, from which backward starts.
+        out: the output.
+        held: what the layers wrote into.
+        entries: copies of what was in it after the forward.
+    """
+
+    loss: torch.Tensor
+    out: torch.Tensor
+    held: Any
+    entries: Entries
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return copies of all values, by name."""
+        # a penalty is in the dtype of the input, which the sharded root casts
+        found = {"loss": self.loss.to(self.out.dtype), "output": self.out}
+        if not self.loss.isfinite():  # and so it is in both runs, or their names differ
+            del found["loss"]
+        found.update((f"entry {at}: {name}", each) for at, (name, each) in enumerate(self.entries))
+        return {name: each.detach().clone() for name, each in found.items()}
+
+    def names(self) -> list[str]:
+        """Return the names of what is in ``held`` now."""
+        return [name for name, _ in entries_of(self.held)]
+
+
 class Program:
     """What a program makes of losses, in both runs."""
 
     def __init__(self, case: FuzzCase, more: MoreCase) -> None:
         self._case, self.more = case, more
+        self._filled: list[Any] = []
 
     def scaler(self) -> torch.amp.GradScaler:
         """Return a new scaler, which changes nothing if the program has none."""
         scales = self.more.overflows is not None
         return torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scales)
 
-    def loss(
+    def outcome(
         self, model: Any, scaler: torch.amp.GradScaler, rank: int, step: int, micro: int
-    ) -> torch.Tensor:
-        """Return a rank's loss: with a penalty, or infinite, and scaled."""
+    ) -> Outcome:
+        """Return what a rank's forward gives; the loss with a penalty, or infinite, and scaled."""
         x, skips = inputs_of(self._case, rank, step, micro)
         penalty = self.more.loss(step, micro) is Loss.PENALTY
         dtype = next(model.parameters()).dtype
         x = x.to(dtype).requires_grad_(penalty)
-        loss = loss_of(model, (x, skips))
+        found = self._run(model, x, skips, self.more.carried.made(dtype))
+        loss = found.loss
         if penalty:
             (slope,) = torch.autograd.grad(loss, x, create_graph=True)
             loss = loss + slope.square().sum()
         if self.more.overflows is not None and (micro, rank) == (0, self.more.overflows[step]):
             loss = loss * float("inf")
-        scaled: torch.Tensor = scaler.scale(loss)
-        return scaled
+        return replace(found, loss=scaler.scale(loss))
+
+    def _run(self, model: Any, x: torch.Tensor, skips: int, held: Any) -> Outcome:
+        carried = self.more.carried
+        given, named = carried.arguments(x, held)
+        out = model(x, skips, *given, **named)
+        held = out if carried.kind == "attribute" else held
+        self._filled.append(held)
+        entries = entries_of(held)
+        loss = out.square().mean()
+        for at, (_, value) in enumerate(entries):
+            if value.is_floating_point():
+                loss = loss + 0.1 / (1 + at) * value.square().mean()
+        copies = [(name, value.detach().clone()) for name, value in entries]
+        return Outcome(loss=loss, out=out, held=held, entries=copies)
+
+    @torch.no_grad()
+    def evaluated(self, model: Any, rank: int, step: int, micro: int) -> Outcome:
+        """Return what the second of two forwards gives; both fill one object."""
+        x, skips = inputs_of(self._case, rank, step, micro)
+        dtype = next(model.parameters()).dtype
+        x, held = x.to(dtype), self.more.carried.made(dtype)
+        self._run(model, x, skips, held)
+        return self._run(model, x, skips, held)
+
+    def end(self) -> None:
+        """Empty all objects that layers filled."""
+        for held in self._filled:
+            empty(held)
 
     def backward(self, loss: torch.Tensor, step: int, micro: int) -> None:
         """Run the backward of a loss, or run it twice."""

@@ -13,8 +13,8 @@ from torch import nn
 
 from support.fuzz.around import AroundCase, Norm
 from support.fuzz.case import FuzzCase, StepCase
-from support.fuzz.model import Root, loss_of, optimizer_of
-from support.fuzz.more import Program
+from support.fuzz.model import Root, optimizer_of
+from support.fuzz.more import Outcome, Program
 
 __all__ = ["Oracle"]
 
@@ -56,28 +56,28 @@ class Oracle:
             copied.requires_grad_(param.requires_grad)
         return narrow
 
-    def loss(self, inputs: tuple[torch.Tensor, int]) -> torch.Tensor:
-        """Return the loss of a rank's batch."""
-        model = self.computing()
-        x = inputs[0] if model is self.model else inputs[0].float()
-        return loss_of(model, (x, inputs[1]))
+    def backward(self, step: int, micro: int) -> list[Outcome]:
+        """Add the gradients of a micro-batch, the mean of those of all ranks.
 
-    def backward(self, step: int, micro: int) -> None:
-        """Add the gradients of a micro-batch: the mean of those of all ranks."""
+        Returns what the forward of each rank gave.
+        """
         ranks = self._case.world_size
+        outcomes = []
         for rank in range(ranks):
-            loss = self._program.loss(self.computing(), self.scaler, rank, step, micro)
+            found = self._program.outcome(self.computing(), self.scaler, rank, step, micro)
+            outcomes.append(found)
             if self._narrow is None:
-                self._program.backward(loss / ranks, step, micro)
+                self._program.backward(found.loss / ranks, step, micro)
                 continue
             self._narrow.zero_grad()
-            self._program.backward(loss, step, micro)
+            self._program.backward(found.loss, step, micro)
             for copied, param in zip(
                 self._narrow.parameters(), self.model.parameters(), strict=True
             ):
                 if copied.grad is not None:
                     gradient = copied.grad.double() / ranks
                     param.grad = gradient if param.grad is None else param.grad + gradient
+        return outcomes
 
     def clip(self, plan: StepCase) -> torch.Tensor | None:
         """Clip as the sharded program does; return the norm, or None if it does not."""

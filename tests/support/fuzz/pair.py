@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from support.fuzz.around import Around, AroundCase
+from support.fuzz.blocks import BlockCase, open_block
 from support.fuzz.case import FuzzCase
-from support.fuzz.model import inputs_of, loss_of, optimizer_of, sharded
-from support.fuzz.more import PLAIN, Averages, MoreCase, Program
+from support.fuzz.model import optimizer_of, sharded
+from support.fuzz.more import PLAIN, Averages, Kept, MoreCase, Outcome, Program
 from support.fuzz.oracle import Oracle
-from support.parity.compare import Tolerance, assert_equal, full
+from support.parity.compare import EXACT, Tolerance, assert_equal, full
 
 __all__ = ["Pair", "ShardedRun"]
 
@@ -44,6 +45,7 @@ class Pair:
         program: what else it does.
         scaler: of the sharded run.
         averages: those of both, if the program keeps any.
+        alive: forwards of which everything is kept, with graphs that no backward uses.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Pair:
         self.step = 0
         self.scaler = self.program.scaler()
         self.averages: Averages | None = None
+        self.alive: list[Outcome] = []
+        self._kept: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
         self.forget_averages()
 
     def forget_averages(self) -> None:
@@ -98,9 +102,9 @@ class Pair:
         dtype = torch.float32 if self.drawn.mixed else None
         return Tolerance(units=256 * (self.step + 1), overrides=dtype)
 
-    def loss(self, micro: int) -> torch.Tensor:
-        """Return the loss of this rank's part of a micro-batch, of the sharded model."""
-        return self.program.loss(self.run.model, self.scaler, dist.get_rank(), self.step, micro)
+    def outcome(self, micro: int) -> Outcome:
+        """Return what the sharded model gives for this rank's part of a micro-batch."""
+        return self.program.outcome(self.run.model, self.scaler, dist.get_rank(), self.step, micro)
 
     def pairs(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
         """Return each parameter of the sharded model, and that of the other."""
@@ -123,8 +127,48 @@ class Pair:
         assert_equal(got, want, self.tolerance, f"parameters, {what}")
 
     def compare_evaluations(self, micro: int) -> None:
-        """Compare the losses of forwards without gradients."""
-        inputs = inputs_of(self.case, dist.get_rank(), self.step, micro)
-        with torch.no_grad():
-            got, want = loss_of(self.run.model, inputs), self.oracle.loss(inputs)
-        torch.testing.assert_close(got, want)
+        """Compare forwards without gradients."""
+        place = dist.get_rank(), self.step, micro
+        got = self.program.evaluated(self.run.model, *place)
+        want = self.program.evaluated(self.oracle.computing(), *place)
+        self.compare_outcomes(got, want, "evaluation")
+
+    def compare_outcomes(self, got: Outcome, want: Outcome, what: str) -> None:
+        """Compare what forwards gave, and what is in the objects that their layers filled."""
+        what = f"{what} of step {self.step}"
+        assert got.names() == want.names(), f"{what}: {got.names()}, not {want.names()}"
+        assert_equal(got.tensors(), want.tensors(), self.tolerance, what)
+
+    def keep(self, got: Outcome) -> None:
+        """Keep what the program keeps of a forward; remember its values."""
+        kept, live = self.program.more.kept, dict[str, torch.Tensor]()
+        if kept in (Kept.LOSS, Kept.ALL) and got.loss.isfinite():
+            live["loss"] = got.loss
+        if kept in (Kept.OUTPUT, Kept.ALL):
+            live["output"] = got.out
+        if kept is Kept.ALL:
+            self.alive.append(got)
+        self._kept.append((live, {name: full(each) for name, each in live.items()}))
+
+    def compare_kept(self) -> None:
+        """Raise if what was kept has changed."""
+        for live, values in self._kept:
+            assert_equal(live, values, EXACT, f"kept after step {self.step}")
+
+    def open_block(self, block: BlockCase, names: list[str], fresh: bool) -> Callable[[], None]:
+        """Open a block of the sharded model; return what does the same to the unsharded one.
+
+        Args:
+            block: what to do.
+            names: the parameters of which one may be written.
+            fresh: whether both models have the same parameters now.
+        """
+
+        def compare(opened: nn.Module, path: str) -> None:
+            got = {name: full(each) for name, each in opened.named_parameters()}
+            other = self.oracle.model.get_submodule(path)
+            want = {n: each.detach().to(got[n].dtype) for n, each in other.named_parameters()}
+            if fresh:
+                assert_equal(got, want, self.tolerance, f"a block in step {self.step}")
+
+        return open_block(block, self.models, names, compare)

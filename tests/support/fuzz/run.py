@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fullshard.sharding import FSDPModule, SlowRanks, clip_grad_norm_
 from support.fuzz.around import NOTHING, AroundCase, Norm, draw_around
+from support.fuzz.blocks import BlockCase, unsaved
 from support.fuzz.case import FuzzCase, StepCase, draw
 from support.fuzz.events import before_micro_batch, before_step
 from support.fuzz.more import PLAIN, MoreCase, draw_more
@@ -57,6 +58,7 @@ def _train(pair: Pair) -> None:
         pair.step = step
         move_before_step(pair)
         before_step(pair)
+        _open_before(pair)
         if plan.evaluates:
             pair.compare_evaluations(7)
         with pair.run.around.step() as before_update:
@@ -70,8 +72,10 @@ def _train(pair: Pair) -> None:
                     scaler.update()
                 _end_step(pair, norms)
         pair.compare_parameters(f"after step {step}")
+        pair.compare_kept()
         if pair.averages is not None:
             pair.averages.update()
+    pair.program.end()
 
 
 def _backwards(pair: Pair, plan: StepCase) -> None:
@@ -81,7 +85,8 @@ def _backwards(pair: Pair, plan: StepCase) -> None:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(torch.tensor(float(pair.case.world_size)))
     micros = range(len(plan.synchronise))
-    losses = [pair.loss(micro) for micro in micros] if plan.forwards_first else []
+    outcomes = [pair.outcome(micro) for micro in micros] if plan.forwards_first else []
+    writes: list[Callable[[], None]] = []  # of the unsharded model, whose forwards come later
     for micro in micros:
         model.set_requires_gradient_sync(plan.synchronise[micro])
         if around.has_replicas and plan.synchronise[micro]:
@@ -89,14 +94,42 @@ def _backwards(pair: Pair, plan: StepCase) -> None:
         model.set_is_last_backward(plan.waits[micro])
         if micro:
             before_micro_batch(pair, micro)
-        loss = losses[micro] if losses else pair.loss(micro)
-        block: AbstractContextManager[None] = nullcontext()
+        outcome = outcomes[micro] if outcomes else pair.outcome(micro)
+        if (block := _block_inside(pair, micro)) is not None:
+            names = unsaved(pair.oracle.model)
+            writes.append(pair.open_block(block, names, fresh=not writes))
+        around_backward: AbstractContextManager[None] = nullcontext()
         if micro == micros[-1]:
             clipped = plan.max_norm is not None
-            block = around.last_backward(pair.run.optimizer, pair.step, clipped)
-        with block:
-            pair.program.backward(loss, pair.step, micro)
-        pair.oracle.backward(pair.step, micro)
+            around_backward = around.last_backward(pair.run.optimizer, pair.step, clipped)
+        with around_backward:
+            pair.program.backward(outcome.loss, pair.step, micro)
+        wanted = pair.oracle.backward(pair.step, micro)[dist.get_rank()]
+        pair.compare_outcomes(outcome, wanted, f"micro-batch {micro}")
+        pair.keep(outcome)
+        if not outcomes or micro == micros[-1]:
+            for write in writes:
+                write()
+            writes.clear()
+
+
+def _open_before(pair: Pair) -> None:
+    """Open the block before a step, perhaps while a graph is alive that no backward uses."""
+    blocks = pair.program.more.blocks.before
+    block = blocks[pair.step] if blocks else None
+    if block is None:
+        return
+    if block.forward:
+        pair.alive.append(pair.outcome(0))
+    names = [name for name, _ in pair.oracle.model.named_parameters()]
+    pair.open_block(block, names, fresh=True)()
+    if not block.forward:  # else the graph may keep full parameters, in the dtype of the forward
+        pair.compare_parameters(f"after a block before step {pair.step}")
+
+
+def _block_inside(pair: Pair, micro: int) -> BlockCase | None:
+    blocks = pair.program.more.blocks.inside
+    return blocks[pair.step][micro] if blocks else None
 
 
 _Norms = tuple[torch.Tensor | None, torch.Tensor | None]
