@@ -38,6 +38,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -73,15 +74,17 @@ class CallInputs:
     Attributes:
         nodes: those of the inputs that require a gradient.
         unseen: 1 if no node shows that backward left the call; else 0.
+        cast: inputs that were cast, or moved to another device.
         announced_in: the backward that reached the outputs of the call last.
     """
 
-    __slots__ = ("announced_in", "nodes", "unseen")
+    __slots__ = ("announced_in", "cast", "nodes", "unseen")
 
     def __init__(self) -> None:
         """Start without an input."""
         self.nodes: list[torch.autograd.graph.Node] = []
         self.unseen = 1
+        self.cast: list[weakref.ref[torch.Tensor]] = []
         self.announced_in = -1
 
 
@@ -124,12 +127,17 @@ class ForwardPass:
             self._backwards += 1
         self.in_backward = True
 
-    def announce(self, inputs: CallInputs | None) -> None:
-        """Count the inputs of a call that backward will reach, once it reached the outputs."""
-        if inputs is not None and inputs.announced_in != self._backwards:
-            inputs.announced_in = self._backwards
-            self._announced += 1
-            self._awaited += inputs.unseen + sum(map(will_execute, inputs.nodes))
+    def announce(self, inputs: CallInputs) -> bool:
+        """Count the inputs of a call that backward will reach; return whether that was due.
+
+        It is due when a backward reaches the first output of the call.
+        """
+        if inputs.announced_in == self._backwards:
+            return False
+        inputs.announced_in = self._backwards
+        self._announced += 1
+        self._awaited += inputs.unseen + sum(map(will_execute, inputs.nodes))
+        return True
 
     def reach_input(self) -> bool:
         """Count an input that backward reached; return whether backward has left all calls."""
@@ -241,6 +249,7 @@ class Call:
             found = [*found, *self.others, *changed]
             if self.containers:
                 found += tensors_in(self.containers)
+            self.inputs.cast = self.stand_ins.cast()
         inputs = set(map(id, self.watched))  # one that is returned has gradients of other modules
         tensors = [each for each in found if each.requires_grad and id(each) not in inputs]
         hook = partial(pre_backward, forward_pass, self.inputs)

@@ -4,12 +4,14 @@ Owns ``StandIns``. [Note: stand-ins] A module gets the objects that it would get
 container is rebuilt, and no tensor is replaced by another object. The two Python objects exchange
 their C++ tensors: the input keeps its identity and its attributes, and is a cast of itself, or a
 view with an autograd node of ours. After forward both take their own tensors back. What forward
-wrote into a container, or set as an attribute, is where the caller expects it.
+wrote into a container, or set as an attribute, is where the caller expects it. Checkpointing keeps
+inputs for a recomputation, so inputs that were cast are cast again until the backward ends.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -104,6 +106,11 @@ class StandIns:
     def changed(self) -> list[torch.Tensor]:
         """Return the stand-ins that forward changed in place."""
         return [each.other for each in self._exchanged if _version(each.other) != each.version]
+
+    def cast(self) -> list[weakref.ref[torch.Tensor]]:
+        """Return the inputs of which the stand-ins have another dtype or device."""
+        pairs = ((each.tensor, each.other) for each in self._exchanged)
+        return [weakref.ref(tensor) for tensor, other in pairs if not _are_alike(tensor, other)]
 
     def returned(self, output: Any) -> Any:
         """Return ``output`` with stand-ins for inputs in it, where that is necessary.

@@ -241,6 +241,12 @@ class RootContext:
         self._backward_end = weakref.ref(end)
         self.schedule.begin(backward=True)
 
+    def at_end_of_backward(self, function: Callable[[], None]) -> None:
+        """Call ``function`` when the present backward has ended or raised; the last comes first."""
+        end = None if self._backward_end is None else self._backward_end()
+        assert end is not None, "called in a backward"
+        weakref.finalize(end, function).atexit = False
+
     @untraced
     def _end_backward(self) -> None:
         needs_range = functorch_is_active() or is_profiled()

@@ -34,6 +34,7 @@ from fullshard.sharding.base.compat import (
 )
 from fullshard.sharding.base.forward_pass import Call, CallInputs, ForwardPass
 from fullshard.sharding.base.policies import Policies, declares
+from fullshard.sharding.base.stand_ins import StandIns
 from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.base.tensors import tensors_in
 from fullshard.sharding.groups.param_group import FSDPParamGroup
@@ -159,7 +160,7 @@ class ModuleState:
         outside_transforms(self._begin_call)(module, (), {})
         call, inputs = self._calls[-1], tensors_in((args, kwargs))
         call.in_transform = True
-        self._adapt(call, inputs)
+        self._adapt(call.stand_ins, inputs)
         if call.forward_pass is not None:
             hook = partial(self.pre_backward, call.forward_pass, None)
             call.stand_ins.put(inputs, watch(hook, inputs))
@@ -181,7 +182,7 @@ class ModuleState:
         if WATCHERS:
             emit(EventKind.PRE_FORWARD, self.label, rank=self._rank)
         if self._adapts_inputs:
-            self._adapt(call, tensors_in((args, kwargs)))
+            self._adapt(call.stand_ins, tensors_in((args, kwargs)))
         first = len(self.modules) == 1 or self._begin_pass(module)
         for group in self.groups:
             group.begin_forward(recompute=call.recompute)
@@ -204,12 +205,12 @@ class ModuleState:
             call.reads = watch_reads(self.label, self.groups, on_read)
         call.watch_inputs(self.post_backward, forward_pass, args, kwargs)
 
-    def _adapt(self, call: Call, inputs: list[torch.Tensor]) -> None:
+    def _adapt(self, stand_ins: StandIns, inputs: list[torch.Tensor]) -> None:
         """Cast the inputs as the policy says; move those of a root to where it computes."""
         moved = inputs
         if self.is_root and self.device.type != "cpu":
             moved = [tensor.to(self.device, non_blocking=True) for tensor in inputs]
-        call.stand_ins.put(inputs, map(self.casts.cast_input, moved))
+        stand_ins.put(inputs, map(self.casts.cast_input, moved))
 
     def _begin_pass(self, module: nn.Module) -> bool:
         """Return whether ``module`` is the first of its list to run in this pass over the list."""
@@ -307,7 +308,7 @@ class ModuleState:
     ) -> None:
         """Unshard the groups at the first gradient of the outputs. ``inputs``: of their call."""
         if forward_pass.in_backward:
-            forward_pass.announce(inputs)
+            self._announce(forward_pass, inputs)
             return
         start = perf_counter_ns()
         try:
@@ -316,7 +317,7 @@ class ModuleState:
                 context, schedule = self.context, self.context.schedule
                 context.enter_backward()
                 forward_pass.begin_backward()
-                forward_pass.announce(inputs)
+                self._announce(forward_pass, inputs)
                 if WATCHERS:
                     emit(EventKind.PRE_BACKWARD, self.label, rank=self._rank)
                 for group in self.groups:
@@ -332,6 +333,15 @@ class ModuleState:
                         schedule.prefetch(group)
         finally:
             self.host_ns += perf_counter_ns() - start
+
+    def _announce(self, forward_pass: ForwardPass, inputs: CallInputs | None) -> None:
+        """Tell the pass of a call whose outputs backward reached, and cast its inputs again."""
+        if inputs is not None and forward_pass.announce(inputs) and inputs.cast:
+            tensors = [tensor for known in inputs.cast if (tensor := known()) is not None]
+            stand_ins = StandIns()
+            with torch.enable_grad():
+                self._adapt(stand_ins, tensors)
+            self.context.at_end_of_backward(stand_ins.take_back)
 
     @untraced
     def post_backward(
