@@ -474,3 +474,82 @@ def test_two_threads_may_not_call_modules_with_one_tensor_at_once() -> None:
     leave.set()
     thread.join()
     assert x.is_leaf
+
+
+# -- recomputations -------------------------------------------------------------------------------
+
+
+class Recomputes(nn.Module):
+    """Checkpoints its layer, and gives it a tensor with an attribute and a list, as they came."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.linear, self.reentrant = nn.Linear(DIM, DIM), reentrant
+
+    def inner(self, x: Any, given: list[torch.Tensor]) -> torch.Tensor:
+        """A product, so that what it reads is saved for backward."""
+        return torch.tanh(self.linear(x)) * given[0] * getattr(x, "factor", 1)  # type: ignore[no-any-return]
+
+    def forward(self, x: Any, given: list[torch.Tensor]) -> torch.Tensor:
+        """Shape: that of ``x``."""
+        x.factor = torch.full((), 3.0, dtype=x.dtype)
+        return checkpoint(self.inner, x, given, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@distributed(2)
+def test_a_recomputation_gets_what_forward_got(dtype: torch.dtype, reentrant: bool) -> None:
+    torch.manual_seed(0)
+    whole = nn.ModuleList([Recomputes(reentrant), Recomputes(reentrant)])
+    net = copy.deepcopy(whole)
+    for layer in net:
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+    other = _batch()
+    for model in (whole, net):
+        x, given = _batch(requires_grad=True), [other]
+        for layer in model:
+            x = layer(x, given)
+        given[0].sum()
+        x.float().square().sum().backward()
+        assert other.dtype == torch.float32
+    tolerance = 0.3 if dtype is BF16 else 1e-5
+    for layer, ours in zip(whole, net, strict=True):
+        for name, grad in full_gradients(ours).items():
+            expected = layer.get_parameter(name).grad
+            torch.testing.assert_close(grad, expected, rtol=tolerance, atol=tolerance)
+
+
+@distributed(2)
+def test_backward_stays_out_of_graphs_that_a_module_only_passes_on() -> None:
+    box = BOXES["list"]
+    net, whole = _by_parts(fully_shard)(_built(box)).layers[0], _built(box).layers[0]  # type: ignore[index]
+    for model in (net, whole):
+        losses: list[torch.Tensor] = []
+        for _ in range(2):  # the graphs of the first losses are freed
+            model(_batch(requires_grad=True), box=losses).sum().backward()
+    for name, grad in full_gradients(net).items():
+        torch.testing.assert_close(grad, whole.get_parameter(name).grad)
+
+
+class ScalesBoth(nn.Module):
+    """Changes two inputs in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((DIM,), 2.0))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The sum of both."""
+        return x.mul_(self.scale) + y.add_(self.scale)
+
+
+@distributed(2)
+def test_several_inputs_may_be_changed_in_place() -> None:
+    grads = []
+    for module in (ScalesBoth(), fully_shard(ScalesBoth())):
+        leaves = [_batch(requires_grad=True) for _ in range(2)]
+        x, y = (leaf * 1 for leaf in leaves)
+        (module(x, y) * x * y).sum().backward()
+        grads.append([leaf.grad for leaf in leaves] + list(full_gradients(module).values()))
+    torch.testing.assert_close(grads[0], grads[1])

@@ -182,6 +182,11 @@ def assert_equal(got: Tensors, want: Tensors, tolerance: Tolerance, what: str) -
         allowed = tolerance.of(expected)
         if allowed == 0 and torch.equal(value, expected):
             continue
+        finite = expected.isfinite()
+        if not finite.all():  # a model that has diverged does so on both sides, in equal places
+            if not torch.equal(finite, value.isfinite()):
+                wrong.append(f"{name}: {int((~finite).sum())} elements are to be inf or nan")
+            continue
         error = (value - expected).abs().max().item() if value.numel() else 0.0
         if not error <= allowed or allowed == 0:
             largest = expected.abs().max().item()

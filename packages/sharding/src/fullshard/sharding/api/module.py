@@ -100,7 +100,8 @@ class FSDPModule(CommSettings, StepSettings, _Original):
             TypeError: if ``recurse`` is not a bool.
         """
         for state in the_states(self, recurse):
-            state.parameters_changed()
+            for group in state.groups:
+                group.generation.advance()
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -188,7 +189,7 @@ class FSDPModule(CommSettings, StepSettings, _Original):
             result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
         for group in state.groups:
             group.adopt_registered()
-        state.parameters_changed()
+            group.generation.advance()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

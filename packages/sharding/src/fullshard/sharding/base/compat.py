@@ -317,7 +317,6 @@ hooks_on_gradient: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
 
 forget_hooks = methodcaller("__setattr__", "_backward_hooks", None)
 """Clear the hooks of a tensor that ``register_hook`` registered (``_backward_hooks``)."""
-
 hooks_after_accumulation: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 """Return the hooks of ``register_post_accumulate_grad_hook`` (``_post_accumulate_grad_hooks``)."""
 

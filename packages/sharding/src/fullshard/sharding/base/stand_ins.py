@@ -153,8 +153,13 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _exchange(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange the C++ tensors of two objects; each keeps what a user set as an attribute."""
-    if type(tensor) not in _STATELESS or type(other) not in _STATELESS:
+    """Exchange the C++ tensors of two objects; both have what a user set as an attribute.
+
+    Checkpointing may give a recomputation the stand-in, which autograd saved.
+    """
+    if type(tensor) in _STATELESS and type(other) in _STATELESS:
+        other.__dict__ = tensor.__dict__
+    else:
         _exchange_state(tensor, other)
     swap_impl(tensor, other)
 

@@ -187,11 +187,10 @@ class RootContext:
             self.schedule.end(backward=False)
         for group in self.groups:
             group.end_of_forward()
-        if not torch.is_grad_enabled():  # else backward follows
-            if FRAMES:
-                release_frames()
-            if self._fallible and not raised:
-                offload_errors.raise_errors_of_ranks(self._fallible, self.shared.queue)
+        if FRAMES and not torch.is_grad_enabled():  # else backward follows
+            release_frames()
+        if self._fallible and not (raised or torch.is_grad_enabled()):
+            offload_errors.raise_errors_of_ranks(self._fallible, self.shared.queue)
         if raised:
             leave_collectives(sys.exception())
 
@@ -243,9 +242,8 @@ class RootContext:
 
     def at_end_of_backward(self, function: Callable[[], None]) -> None:
         """Call ``function`` when the present backward has ended or raised; the last comes first."""
-        end = None if self._backward_end is None else self._backward_end()
-        assert end is not None, "called in a backward"
-        weakref.finalize(end, function).atexit = False
+        if self._backward_end is not None:
+            weakref.finalize(self._backward_end(), function)
 
     @untraced
     def _end_backward(self) -> None:

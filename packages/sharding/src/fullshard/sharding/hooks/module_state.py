@@ -26,6 +26,7 @@ from fullshard.comm.spi import (
     is_profiled,
     named_range,
 )
+from fullshard.sharding.base.casting import InputCasts
 from fullshard.sharding.base.compat import (
     current_graph_task,
     functorch_is_active,
@@ -34,7 +35,6 @@ from fullshard.sharding.base.compat import (
 )
 from fullshard.sharding.base.forward_pass import Call, CallInputs, ForwardPass
 from fullshard.sharding.base.policies import Policies, declares
-from fullshard.sharding.base.stand_ins import StandIns
 from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.base.tensors import tensors_in
 from fullshard.sharding.groups.param_group import FSDPParamGroup
@@ -57,6 +57,7 @@ ATTRIBUTE = "_fullshard_state"
 
 _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = dict[str, Any]
+_Given: TypeAlias = CallInputs | None
 
 
 class ModuleState:
@@ -134,7 +135,9 @@ class ModuleState:
         """Take the role of a root or not, and ask the policy what that means for resharding."""
         self.is_root = is_root
         self.reshards_after_forward = self.after_forward(is_root)
-        self._adapts_inputs = (is_root and self.device.type != "cpu") or not self.casts_nothing
+        device = self.device if is_root and self.device.type != "cpu" else None
+        self._input_casts = InputCasts(self.casts, device)
+        self._casts_inputs = device is not None or not self.casts_nothing
         full_after_backward = not self.after_backward(is_root)
         for group in self.own_groups:
             group.full_after_backward = full_after_backward
@@ -160,7 +163,7 @@ class ModuleState:
         outside_transforms(self._begin_call)(module, (), {})
         call, inputs = self._calls[-1], tensors_in((args, kwargs))
         call.in_transform = True
-        self._adapt(call.stand_ins, inputs)
+        self._input_casts.put(call.stand_ins, inputs)
         if call.forward_pass is not None:
             hook = partial(self.pre_backward, call.forward_pass, None)
             call.stand_ins.put(inputs, watch(hook, inputs))
@@ -181,8 +184,8 @@ class ModuleState:
         self._calls.append(call)
         if WATCHERS:
             emit(EventKind.PRE_FORWARD, self.label, rank=self._rank)
-        if self._adapts_inputs:
-            self._adapt(call.stand_ins, tensors_in((args, kwargs)))
+        if self._casts_inputs:
+            self._input_casts.put(call.stand_ins, tensors_in((args, kwargs)))
         first = len(self.modules) == 1 or self._begin_pass(module)
         for group in self.groups:
             group.begin_forward(recompute=call.recompute)
@@ -200,17 +203,9 @@ class ModuleState:
             return
         forward_pass = self._pass_of(first, call)
         if self.gathers_on_read or (DEBUGGED and is_debugging()):
-            hook = partial(self.pre_backward, forward_pass, None)
-            on_read = hook if self.gathers_on_read else None
-            call.reads = watch_reads(self.label, self.groups, on_read)
+            hook = partial(self.pre_backward, forward_pass, None) if self.gathers_on_read else None
+            call.reads = watch_reads(self.label, self.groups, hook)
         call.watch_inputs(self.post_backward, forward_pass, args, kwargs)
-
-    def _adapt(self, stand_ins: StandIns, inputs: list[torch.Tensor]) -> None:
-        """Cast the inputs as the policy says; move those of a root to where it computes."""
-        moved = inputs
-        if self.is_root and self.device.type != "cpu":
-            moved = [tensor.to(self.device, non_blocking=True) for tensor in inputs]
-        stand_ins.put(inputs, map(self.casts.cast_input, moved))
 
     def _begin_pass(self, module: nn.Module) -> bool:
         """Return whether ``module`` is the first of its list to run in this pass over the list."""
@@ -303,9 +298,7 @@ class ModuleState:
     # -- backward ---------------------------------------------------------------------------------
 
     @untraced
-    def pre_backward(
-        self, forward_pass: ForwardPass, inputs: CallInputs | None, *_: object
-    ) -> None:
+    def pre_backward(self, forward_pass: ForwardPass, inputs: _Given, *_: object) -> None:
         """Unshard the groups at the first gradient of the outputs. ``inputs``: of their call."""
         if forward_pass.in_backward:
             self._announce(forward_pass, inputs)
@@ -334,13 +327,10 @@ class ModuleState:
         finally:
             self.host_ns += perf_counter_ns() - start
 
-    def _announce(self, forward_pass: ForwardPass, inputs: CallInputs | None) -> None:
+    def _announce(self, forward_pass: ForwardPass, inputs: _Given) -> None:
         """Tell the pass of a call whose outputs backward reached, and cast its inputs again."""
         if inputs is not None and forward_pass.announce(inputs) and inputs.cast:
-            tensors = [tensor for known in inputs.cast if (tensor := known()) is not None]
-            stand_ins = StandIns()
-            with torch.enable_grad():
-                self._adapt(stand_ins, tensors)
+            stand_ins = self._input_casts.put_again(inputs.cast)
             self.context.at_end_of_backward(stand_ins.take_back)
 
     @untraced
@@ -395,11 +385,6 @@ class ModuleState:
         """Return the leases of the user, of graphs, of a prefetch and of kept copies."""
         for group in self.own_groups:
             group.reshard()
-
-    def parameters_changed(self) -> None:
-        """Declare copies of the parameters that its modules hold stale."""
-        for group in self.groups:
-            group.generation.advance()
 
     def reset(self) -> None:
         """Forget the calls in progress."""
