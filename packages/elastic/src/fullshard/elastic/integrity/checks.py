@@ -21,10 +21,15 @@ from torch.optim import Optimizer
 from fullshard.comm import AllGather, ReduceScatter
 from fullshard.comm.spi import rank_major
 from fullshard.elastic.integrity.checksums import checksums
-from fullshard.elastic.integrity.collectives import CheckedAllGather, CheckedReduceScatter, Parts
+from fullshard.elastic.integrity.collectives import (
+    CheckedAllGather,
+    CheckedReduceScatter,
+    Parts,
+    exchanged,
+)
 from fullshard.elastic.integrity.findings import Finding, Findings
 from fullshard.sharding import FSDPModule, FSDPParamGroup, HSDPMeshInfo
-from fullshard.sharding.spi import groups_of, local_of, sharded_of
+from fullshard.sharding.spi import groups_of, local_of, owner_of, sharded_of
 
 __all__ = ["IntegrityChecks", "IntegrityPolicy"]
 
@@ -39,7 +44,8 @@ class IntegrityPolicy:
         every: every n-th step is checked; 1: each.
         collectives: compare what each rank sent with what each rank received.
         at_rest: compare shards and optimizer state from the end of a step to the next one.
-        replicas: compare shards and optimizer state with those of other replicas (HSDP).
+        replicas: compare shards and optimizer state with those of other replicas (HSDP), of each
+            parameter over the replicas of its own mesh.
         largest_growth: a loss or norm that is this many times the median of the last 50, or not
             finite, stops the run before the optimizer steps; in each step. ``inf``: only one that
             is not finite.
@@ -62,6 +68,16 @@ class IntegrityPolicy:
             raise ValueError(
                 f"largest_growth is {self.largest_growth!r}; pass a factor above 1, or math.inf"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AtRest:
+    """This rank's part of a parameter, or of its optimizer state; the stage says which."""
+
+    stage: str
+    name: str
+    param: torch.Tensor
+    tensor: torch.Tensor
 
 
 class IntegrityChecks:
@@ -163,11 +179,11 @@ class IntegrityChecks:
         Raises:
             DamagedNumbersError: on all ranks, if replicas differ.
         """
-        if self._policy.replicas and self.is_due and self._replicated():
+        if self._policy.replicas and self.is_due:
             self._compare_replicas()
-            self._findings.raise_together(self._step)
+            self._findings.raise_together(self._step)  # also on ranks whose stage has no replicas
         if self._policy.at_rest and self._is_due(self._step + 1):
-            self._resting = checksums([tensor for _, _, tensor in self._at_rest()])
+            self._resting = checksums([each.tensor for each in self._at_rest()])
 
     def twice(self, compute: Callable[[], object]) -> None:
         """Run ``compute``, which makes gradients, twice; compare what this rank computed.
@@ -237,49 +253,53 @@ class IntegrityChecks:
             group.gathering.set_comm(all_gather)
             group.gradients.change(comm=reduce_scatter)
 
-    def _at_rest(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield the stage, the parameter and this rank's part of all that a step changes."""
+    def _at_rest(self) -> Iterator[_AtRest]:
+        """Yield this rank's part of all that a step changes."""
         for name, registered in self._model.named_parameters():
             param = sharded_of(registered)  # a forward may have left full parameters
-            yield "shard", name, local_of(param).detach()
+            tensor = local_of(param).detach()
+            yield _AtRest(stage="shard", name=name, param=param, tensor=tensor)
             for value in self._optimizer.state.get(param, {}).values():
                 if isinstance(value, torch.Tensor):
-                    yield "optimizer state", name, local_of(value)
+                    tensor = local_of(value)
+                    yield _AtRest(stage="optimizer state", name=name, param=param, tensor=tensor)
 
     def _compare_resting(self, before: torch.Tensor) -> None:
         resting = list(self._at_rest())
-        now = checksums([tensor for _, _, tensor in resting])
+        now = checksums([each.tensor for each in resting])
         self._findings.comparisons += len(resting)
         for index in (before != now).any(1).nonzero().flatten().tolist():
-            stage, name, _ = resting[index]
-            self._found(stage, name, "it changed after the optimizer stepped")
-
-    def _replicated(self) -> list[FSDPParamGroup]:
-        """Return the groups with replicas."""
-        return [each for each in self._groups() if isinstance(each.mesh_info, HSDPMeshInfo)]
+            each = resting[index]
+            self._found(each.stage, each.name, "it changed after the optimizer stepped")
 
     def _compare_replicas(self) -> None:
-        """Compare with the other replicas; the ranks of the rarest bits are named."""
-        group = self._replicated()[0]
-        assert isinstance(group.mesh_info, HSDPMeshInfo), "it was chosen so"
-        replicas = group.mesh_info.replicate_process_group
-        resting = list(self._at_rest())
-        own = checksums([tensor for _, _, tensor in resting])
-        everyone = [torch.empty_like(own) for _ in range(replicas.size())]
-        dist.all_gather(everyone, own, group=replicas)
+        """Compare each parameter with its other replicas, which its own mesh names."""
+        by_replicas: dict[dist.ProcessGroup, list[_AtRest]] = {}
+        for each in self._at_rest():
+            owner = owner_of(each.param)
+            if owner is not None and isinstance(owner.mesh_info, HSDPMeshInfo):
+                replicas = owner.mesh_info.replicate_process_group
+                by_replicas.setdefault(replicas, []).append(each)
+        for replicas, resting in by_replicas.items():
+            self._compare_with(replicas, resting)
+
+    def _compare_with(self, replicas: dist.ProcessGroup, resting: list[_AtRest]) -> None:
+        """Compare with the other ranks of a group; the ranks of the rarest bits are named."""
+        own = checksums([each.tensor for each in resting])
+        everyone = exchanged(own, replicas)
         self._findings.comparisons += len(resting)
-        for index, (stage, name, _) in enumerate(resting):
-            found = [tuple(each[index].tolist()) for each in everyone]
+        for index, each in enumerate(resting):
+            found = [tuple(sums[index].tolist()) for sums in everyone]
             if len(set(found)) == 1:
                 continue
             rarest = min(map(found.count, found))
-            ranks = [r for r, each in enumerate(found) if found.count(each) == rarest]
+            ranks = [rank for rank, sums in enumerate(found) if found.count(sums) == rarest]
             self._findings.add(
                 Finding(
                     stage="replicas",
                     ranks=tuple([dist.get_global_rank(replicas, rank) for rank in ranks]),
-                    tensor=name,
-                    what=f"the {stage} differs from other replicas",
+                    tensor=each.name,
+                    what=f"the {each.stage} differs from other replicas",
                 )
             )
 
