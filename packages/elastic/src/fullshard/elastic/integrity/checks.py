@@ -28,6 +28,7 @@ from fullshard.elastic.integrity.collectives import (
     exchanged,
 )
 from fullshard.elastic.integrity.findings import Finding, Findings
+from fullshard.elastic.integrity.starting import StartingState
 from fullshard.sharding import FSDPModule, FSDPParamGroup, HSDPMeshInfo
 from fullshard.sharding.spi import groups_of, local_of, owner_of, sharded_of
 
@@ -189,25 +190,33 @@ class IntegrityChecks:
         """Run ``compute``, which makes gradients, twice; compare what this rank computed.
 
         The gradients are compared to the bit before they are reduced, so the rank that computed
-        other bits is named. Random numbers of the second run are those of the first. The gradients
-        of the second run stay. In a step that ``is_due``, between ``begin`` and ``before_update``,
-        which raises what is found.
+        other bits is named. Both runs begin with the same buffers, gradients and random numbers (of
+        torch and of Python). What the second run leaves stays: it is what one run leaves. In a step
+        that ``is_due``, between ``begin`` and ``before_update``, which raises what is found.
 
         Args:
-            compute: a forward and backward of the same inputs, such as
-                ``lambda: model(batch).mean().backward()``. Gradients are dropped before it.
+            compute: forward and backward of the same inputs, such as
+                ``lambda: model(batch).mean().backward()``; with gradient accumulation, of all
+                micro-batches of the step.
 
         Raises:
-            RuntimeError: if the step is not due.
+            RuntimeError: if the step is not due, or if gradients wait for a later reduction before
+                or after ``compute``.
         """
         if not (self.is_due and self._policy.collectives):
             raise RuntimeError(
                 f"twice() was called in step {self._step}, whose collectives are not checked; call "
                 "it where is_due is true, with IntegrityPolicy(collectives=True)"
             )
-        devices = sorted({p.device.index or 0 for p in self._model.parameters() if p.is_cuda})
-        with torch.random.fork_rng(devices=devices):
-            first = self._reduced_by(compute)
+        self._require_reduced("before compute ran; let compute run all micro-batches of the step")
+        start = StartingState(self._model, self._params())
+        devices = {each.device.index for each in self._groups() if each.device.type != "cpu"}
+        try:
+            with torch.random.fork_rng(devices=sorted(devices)):
+                first = self._reduced_by(compute)
+            self._require_reduced("after compute ran; let its last backward reduce")
+        finally:
+            start.restore()
         second = self._reduced_by(compute)
         if [name for name, _ in first] != [name for name, _ in second]:
             self._found("gradient", "the model", "a second computation reduced other tensors")
@@ -217,8 +226,22 @@ class IntegrityChecks:
             if not torch.equal(one, other):
                 self._found("gradient", name, "a second computation gave other bits")
 
+    def _require_reduced(self, when: str) -> None:
+        """Raise, on all ranks, if gradients of earlier backwards wait for a reduction."""
+        for group in self._groups():
+            gradients = group.gradients
+            if gradients.in_unsynced_backward or gradients.strategy.unsynced:
+                raise RuntimeError(
+                    f"twice() found gradients of {group.name or 'the root'} that are not reduced, "
+                    f"{when}: a computation that is repeated would add to them twice"
+                )
+
+    def _params(self) -> list[torch.Tensor]:
+        """Return the parameters of the model and of the optimizer, each once."""
+        held = [param for group in self._optimizer.param_groups for param in group["params"]]
+        return list(dict.fromkeys(map(sharded_of, [*self._model.parameters(), *held])))
+
     def _reduced_by(self, compute: Callable[[], object]) -> list[tuple[str, torch.Tensor]]:
-        self._optimizer.zero_grad()
         self._findings.reduced = []
         compute()
         return self._findings.reduced
