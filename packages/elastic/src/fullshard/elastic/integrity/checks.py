@@ -1,8 +1,8 @@
 """Checks of a training run for damaged numbers, every n-th step.
 
-Owns when what is checked: collectives (from ``begin`` to ``before_update``), shards and optimizer
-state between steps, replicas, a gradient that is computed twice, losses and norms out of range.
-The main classes are ``IntegrityPolicy`` and ``IntegrityChecks``.
+Owns when what is checked: collectives and gradients (from ``begin`` to ``before_update``), shards
+and optimizer state between steps, replicas, a gradient that is computed twice, losses and norms out
+of range. The main classes are ``IntegrityPolicy`` and ``IntegrityChecks``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.comm import AllGather, ReduceScatter
+from fullshard.comm import AllGather, ReduceScatter, observe
 from fullshard.comm.spi import rank_major
 from fullshard.elastic.integrity.checksums import checksums
 from fullshard.elastic.integrity.collectives import (
@@ -28,6 +29,7 @@ from fullshard.elastic.integrity.collectives import (
     exchanged,
 )
 from fullshard.elastic.integrity.findings import Finding, Findings
+from fullshard.elastic.integrity.gradients import ReducedGradients
 from fullshard.elastic.integrity.starting import StartingState
 from fullshard.sharding import FSDPModule, FSDPParamGroup, HSDPMeshInfo
 from fullshard.sharding.spi import groups_of, local_of, owner_of, sharded_of
@@ -44,7 +46,8 @@ class IntegrityPolicy:
     Attributes:
         every: every n-th step is checked; 1: each.
         collectives: compare what each rank sent with what each rank received.
-        at_rest: compare shards and optimizer state from the end of a step to the next one.
+        at_rest: compare shards and optimizer state from the end of a step to the next one, and
+            gradients from their reduction to ``before_update``.
         replicas: compare shards and optimizer state with those of other replicas (HSDP), of each
             parameter over the replicas of its own mesh.
         largest_growth: a loss or norm that is this many times the median of the last 50, or not
@@ -123,6 +126,8 @@ class IntegrityChecks:
         self._resting: torch.Tensor | None = None
         self._seen: dict[str, deque[float]] = {}
         self._replaced: list[tuple[FSDPParamGroup, AllGather, ReduceScatter | None]] = []
+        self._reduced: ReducedGradients | None = None  # in a step that is due
+        self._observing = ExitStack()
         # Made once: subclasses of a test may damage what they move.
         self.all_gather: type[CheckedAllGather] = CheckedAllGather
         self.reduce_scatter: type[CheckedReduceScatter] = CheckedReduceScatter
@@ -152,11 +157,17 @@ class IntegrityChecks:
         if self._policy.collectives and self.is_due:
             for group in self._groups():
                 self._replace(group)
+        if self._policy.at_rest and self.is_due:
+            self._reduced = ReducedGradients(self._groups(), self._findings)
+            self._observing.enter_context(observe(self._reduced))
 
     def before_update(
         self, *, loss: torch.Tensor | float | None = None, norm: torch.Tensor | float | None = None
     ) -> None:
         """End the checks of forward and backward; call it before the optimizer steps.
+
+        A program that clips or unscales gradients calls it before that, too: gradients are only
+        compared until the program changes them.
 
         Args:
             loss: of this step; compared with earlier ones.
@@ -167,6 +178,8 @@ class IntegrityChecks:
         """
         due = self.is_due
         self._findings.reduced = []
+        if self._reduced is not None:
+            self._reduced.compare()
         self._put_back()
         for name, value in (("loss", loss), ("norm", norm)):
             if value is not None:
@@ -209,6 +222,8 @@ class IntegrityChecks:
                 "it where is_due is true, with IntegrityPolicy(collectives=True)"
             )
         self._require_reduced("before compute ran; let compute run all micro-batches of the step")
+        if self._reduced is not None:
+            self._reduced.compare()  # the computation adds to what is there
         start = StartingState(self._model, self._params())
         devices = {each.device.index for each in self._groups() if each.device.type != "cpu"}
         try:
@@ -270,7 +285,9 @@ class IntegrityChecks:
         group.gradients.change(comm=self.reduce_scatter(name, reduced, self._findings))
 
     def _put_back(self) -> None:
-        """Let each group gather and reduce as it did before ``_replace``."""
+        """Let each group gather and reduce as it did before ``begin``."""
+        self._reduced = None
+        self._observing.close()
         replaced, self._replaced = self._replaced, []
         for group, all_gather, reduce_scatter in replaced:
             group.gathering.set_comm(all_gather)

@@ -16,8 +16,8 @@ class Finding:
     """A number that changed without a reason.
 
     Attributes:
-        stage: where: "gather", "reduction", "sum", "shard", "optimizer state", "gradient",
-            "replicas" or "range".
+        stage: where: "gather", "reduction", "sum", "reduced gradient", "shard", "optimizer state",
+            "gradient", "replicas" or "range".
         ranks: that may have damaged it; of a collective the sender and the receiver.
         tensor: the full name of the parameter, or the number.
         what: a sentence.
