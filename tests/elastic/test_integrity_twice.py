@@ -225,5 +225,5 @@ def test_the_error_says_that_state_outside_of_buffers_may_explain_a_difference()
     model, optimizer = _made(_Counts)
     checks = _checks(model, optimizer)
     checks.twice(lambda: _compute(model, 1))
-    with pytest.raises(DamagedNumbersError, match="on all ranks, .* state outside of buffers"):
+    with pytest.raises(DamagedNumbersError, match=r"on all ranks, .* state outside of buffers"):
         checks.before_update()

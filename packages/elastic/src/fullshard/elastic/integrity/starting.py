@@ -38,7 +38,7 @@ class StartingState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore buffers, gradients and random numbers, in place where a module kept its buffer."""
+        """Restore buffers (in place where that is possible), gradients and random numbers."""
         random.setstate(self._random)
         for param, gradient in self._gradients:
             param.grad = gradient
