@@ -1,8 +1,8 @@
 """Checks of a training run for damaged numbers, every n-th step.
 
-Owns when what is checked: collectives (from ``begin`` to ``before_update``), shards and optimizer
-state between steps, replicas, a gradient that is computed twice, losses and norms out of range.
-The main classes are ``IntegrityPolicy`` and ``IntegrityChecks``.
+Owns when what is checked: collectives and gradients (from ``begin`` to ``before_update``), shards
+and optimizer state between steps, replicas, a gradient that is computed twice, losses and norms out
+of range. The main classes are ``IntegrityPolicy`` and ``IntegrityChecks``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 
@@ -18,13 +19,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.comm import AllGather, ReduceScatter
+from fullshard.comm import AllGather, ReduceScatter, observe
 from fullshard.comm.spi import rank_major
 from fullshard.elastic.integrity.checksums import checksums
-from fullshard.elastic.integrity.collectives import CheckedAllGather, CheckedReduceScatter, Parts
+from fullshard.elastic.integrity.collectives import (
+    CheckedAllGather,
+    CheckedReduceScatter,
+    Parts,
+    exchanged,
+)
 from fullshard.elastic.integrity.findings import Finding, Findings
+from fullshard.elastic.integrity.gradients import ReducedGradients
+from fullshard.elastic.integrity.starting import StartingState
 from fullshard.sharding import FSDPModule, FSDPParamGroup, HSDPMeshInfo
-from fullshard.sharding.spi import groups_of, local_of, sharded_of
+from fullshard.sharding.spi import groups_of, local_of, owner_of, sharded_of
 
 __all__ = ["IntegrityChecks", "IntegrityPolicy"]
 
@@ -38,8 +46,10 @@ class IntegrityPolicy:
     Attributes:
         every: every n-th step is checked; 1: each.
         collectives: compare what each rank sent with what each rank received.
-        at_rest: compare shards and optimizer state from the end of a step to the next one.
-        replicas: compare shards and optimizer state with those of other replicas (HSDP).
+        at_rest: compare shards and optimizer state from the end of a step to the next one, and
+            gradients from their reduction to ``before_update``.
+        replicas: compare shards and optimizer state with those of other replicas (HSDP), of each
+            parameter over the replicas of its own mesh.
         largest_growth: a loss or norm that is this many times the median of the last 50, or not
             finite, stops the run before the optimizer steps; in each step. ``inf``: only one that
             is not finite.
@@ -62,6 +72,16 @@ class IntegrityPolicy:
             raise ValueError(
                 f"largest_growth is {self.largest_growth!r}; pass a factor above 1, or math.inf"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AtRest:
+    """This rank's part of a parameter, or of its optimizer state; the stage says which."""
+
+    stage: str
+    name: str
+    param: torch.Tensor
+    tensor: torch.Tensor
 
 
 class IntegrityChecks:
@@ -106,6 +126,8 @@ class IntegrityChecks:
         self._resting: torch.Tensor | None = None
         self._seen: dict[str, deque[float]] = {}
         self._replaced: list[tuple[FSDPParamGroup, AllGather, ReduceScatter | None]] = []
+        self._reduced: ReducedGradients | None = None  # in a step that is due
+        self._observing = ExitStack()
         # Made once: subclasses of a test may damage what they move.
         self.all_gather: type[CheckedAllGather] = CheckedAllGather
         self.reduce_scatter: type[CheckedReduceScatter] = CheckedReduceScatter
@@ -135,11 +157,17 @@ class IntegrityChecks:
         if self._policy.collectives and self.is_due:
             for group in self._groups():
                 self._replace(group)
+        if self._policy.at_rest and self.is_due:
+            self._reduced = ReducedGradients(self._groups(), self._findings)
+            self._observing.enter_context(observe(self._reduced))
 
     def before_update(
         self, *, loss: torch.Tensor | float | None = None, norm: torch.Tensor | float | None = None
     ) -> None:
         """End the checks of forward and backward; call it before the optimizer steps.
+
+        A program that clips or unscales gradients calls it before that, too: gradients are only
+        compared until the program changes them.
 
         Args:
             loss: of this step; compared with earlier ones.
@@ -150,6 +178,8 @@ class IntegrityChecks:
         """
         due = self.is_due
         self._findings.reduced = []
+        if self._reduced is not None:
+            self._reduced.compare()
         self._put_back()
         for name, value in (("loss", loss), ("norm", norm)):
             if value is not None:
@@ -163,35 +193,45 @@ class IntegrityChecks:
         Raises:
             DamagedNumbersError: on all ranks, if replicas differ.
         """
-        if self._policy.replicas and self.is_due and self._replicated():
+        if self._policy.replicas and self.is_due:
             self._compare_replicas()
-            self._findings.raise_together(self._step)
+            self._findings.raise_together(self._step)  # also on ranks whose stage has no replicas
         if self._policy.at_rest and self._is_due(self._step + 1):
-            self._resting = checksums([tensor for _, _, tensor in self._at_rest()])
+            self._resting = checksums([each.tensor for each in self._at_rest()])
 
     def twice(self, compute: Callable[[], object]) -> None:
         """Run ``compute``, which makes gradients, twice; compare what this rank computed.
 
         The gradients are compared to the bit before they are reduced, so the rank that computed
-        other bits is named. Random numbers of the second run are those of the first. The gradients
-        of the second run stay. In a step that ``is_due``, between ``begin`` and ``before_update``,
-        which raises what is found.
+        other bits is named. Both runs begin with the same buffers, gradients and random numbers (of
+        torch and of Python). What the second run leaves stays: it is what one run leaves. In a step
+        that ``is_due``, between ``begin`` and ``before_update``, which raises what is found.
 
         Args:
-            compute: a forward and backward of the same inputs, such as
-                ``lambda: model(batch).mean().backward()``. Gradients are dropped before it.
+            compute: forward and backward of the same inputs, such as
+                ``lambda: model(batch).mean().backward()``; with gradient accumulation, of all
+                micro-batches of the step.
 
         Raises:
-            RuntimeError: if the step is not due.
+            RuntimeError: if the step is not due, or if gradients wait for a later reduction before
+                or after ``compute``.
         """
         if not (self.is_due and self._policy.collectives):
             raise RuntimeError(
                 f"twice() was called in step {self._step}, whose collectives are not checked; call "
                 "it where is_due is true, with IntegrityPolicy(collectives=True)"
             )
-        devices = sorted({p.device.index or 0 for p in self._model.parameters() if p.is_cuda})
-        with torch.random.fork_rng(devices=devices):
-            first = self._reduced_by(compute)
+        self._require_reduced("before compute ran; let compute run all micro-batches of the step")
+        if self._reduced is not None:
+            self._reduced.compare()  # the computation adds to what is there
+        start = StartingState(self._model, self._params())
+        devices = {each.device.index for each in self._groups() if each.device.type != "cpu"}
+        try:
+            with torch.random.fork_rng(devices=sorted(devices)):
+                first = self._reduced_by(compute)
+            self._require_reduced("after compute ran; let its last backward reduce")
+        finally:
+            start.restore()
         second = self._reduced_by(compute)
         if [name for name, _ in first] != [name for name, _ in second]:
             self._found("gradient", "the model", "a second computation reduced other tensors")
@@ -201,8 +241,22 @@ class IntegrityChecks:
             if not torch.equal(one, other):
                 self._found("gradient", name, "a second computation gave other bits")
 
+    def _require_reduced(self, when: str) -> None:
+        """Raise, on all ranks, if gradients of earlier backwards wait for a reduction."""
+        for group in self._groups():
+            gradients = group.gradients
+            if gradients.in_unsynced_backward or gradients.strategy.unsynced:
+                raise RuntimeError(
+                    f"twice() found gradients of {group.name or 'the root'} that are not reduced, "
+                    f"{when}: a computation that is repeated would add to them twice"
+                )
+
+    def _params(self) -> list[torch.Tensor]:
+        """Return the parameters of the model and of the optimizer, each once."""
+        held = [param for group in self._optimizer.param_groups for param in group["params"]]
+        return list(dict.fromkeys(map(sharded_of, [*self._model.parameters(), *held])))
+
     def _reduced_by(self, compute: Callable[[], object]) -> list[tuple[str, torch.Tensor]]:
-        self._optimizer.zero_grad()
         self._findings.reduced = []
         compute()
         return self._findings.reduced
@@ -231,55 +285,61 @@ class IntegrityChecks:
         group.gradients.change(comm=self.reduce_scatter(name, reduced, self._findings))
 
     def _put_back(self) -> None:
-        """Let each group gather and reduce as it did before ``_replace``."""
+        """Let each group gather and reduce as it did before ``begin``."""
+        self._reduced = None
+        self._observing.close()
         replaced, self._replaced = self._replaced, []
         for group, all_gather, reduce_scatter in replaced:
             group.gathering.set_comm(all_gather)
             group.gradients.change(comm=reduce_scatter)
 
-    def _at_rest(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield the stage, the parameter and this rank's part of all that a step changes."""
+    def _at_rest(self) -> Iterator[_AtRest]:
+        """Yield this rank's part of all that a step changes."""
         for name, registered in self._model.named_parameters():
             param = sharded_of(registered)  # a forward may have left full parameters
-            yield "shard", name, local_of(param).detach()
+            tensor = local_of(param).detach()
+            yield _AtRest(stage="shard", name=name, param=param, tensor=tensor)
             for value in self._optimizer.state.get(param, {}).values():
                 if isinstance(value, torch.Tensor):
-                    yield "optimizer state", name, local_of(value)
+                    tensor = local_of(value)
+                    yield _AtRest(stage="optimizer state", name=name, param=param, tensor=tensor)
 
     def _compare_resting(self, before: torch.Tensor) -> None:
         resting = list(self._at_rest())
-        now = checksums([tensor for _, _, tensor in resting])
+        now = checksums([each.tensor for each in resting])
         self._findings.comparisons += len(resting)
         for index in (before != now).any(1).nonzero().flatten().tolist():
-            stage, name, _ = resting[index]
-            self._found(stage, name, "it changed after the optimizer stepped")
-
-    def _replicated(self) -> list[FSDPParamGroup]:
-        """Return the groups with replicas."""
-        return [each for each in self._groups() if isinstance(each.mesh_info, HSDPMeshInfo)]
+            each = resting[index]
+            self._found(each.stage, each.name, "it changed after the optimizer stepped")
 
     def _compare_replicas(self) -> None:
-        """Compare with the other replicas; the ranks of the rarest bits are named."""
-        group = self._replicated()[0]
-        assert isinstance(group.mesh_info, HSDPMeshInfo), "it was chosen so"
-        replicas = group.mesh_info.replicate_process_group
-        resting = list(self._at_rest())
-        own = checksums([tensor for _, _, tensor in resting])
-        everyone = [torch.empty_like(own) for _ in range(replicas.size())]
-        dist.all_gather(everyone, own, group=replicas)
+        """Compare each parameter with its other replicas, which its own mesh names."""
+        by_replicas: dict[dist.ProcessGroup, list[_AtRest]] = {}
+        for each in self._at_rest():
+            owner = owner_of(each.param)
+            if owner is not None and isinstance(owner.mesh_info, HSDPMeshInfo):
+                replicas = owner.mesh_info.replicate_process_group
+                by_replicas.setdefault(replicas, []).append(each)
+        for replicas, resting in by_replicas.items():
+            self._compare_with(replicas, resting)
+
+    def _compare_with(self, replicas: dist.ProcessGroup, resting: list[_AtRest]) -> None:
+        """Compare with the other ranks of a group; the ranks of the rarest bits are named."""
+        own = checksums([each.tensor for each in resting])
+        everyone = exchanged(own, replicas)
         self._findings.comparisons += len(resting)
-        for index, (stage, name, _) in enumerate(resting):
-            found = [tuple(each[index].tolist()) for each in everyone]
+        for index, each in enumerate(resting):
+            found = [tuple(sums[index].tolist()) for sums in everyone]
             if len(set(found)) == 1:
                 continue
             rarest = min(map(found.count, found))
-            ranks = [r for r, each in enumerate(found) if found.count(each) == rarest]
+            ranks = [rank for rank, sums in enumerate(found) if found.count(sums) == rarest]
             self._findings.add(
                 Finding(
                     stage="replicas",
                     ranks=tuple([dist.get_global_rank(replicas, rank) for rank in ranks]),
-                    tensor=name,
-                    what=f"the {stage} differs from other replicas",
+                    tensor=each.name,
+                    what=f"the {each.stage} differs from other replicas",
                 )
             )
 

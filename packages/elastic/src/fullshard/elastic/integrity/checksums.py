@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["checksum", "checksums"]
+__all__ = ["checksum", "checksums", "is_one_bit"]
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_MODULUS = 1 << 64  # of the sums
 _BLOCK = 1 << 16  # elements that are widened at a time
 
 
@@ -39,3 +40,19 @@ def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not tensors:
         return torch.zeros(0, 2, dtype=torch.int64)
     return torch.stack([checksum(each) for each in tensors]).cpu()
+
+
+def is_one_bit(before: torch.Tensor, now: torch.Tensor, numel: int) -> bool:
+    """Return whether two checksums of a tensor differ as if one bit of one element had changed.
+
+    That changes the first sum by a power of two, and the second one by a multiple of it: the
+    element's place, from 1 to ``numel``.
+    """
+    pairs: list[list[int]] = torch.stack([before, now], 1).tolist()
+    change, weighted = [(b - a) % _MODULUS for a, b in pairs]
+    if change.bit_count() != 1:
+        change, weighted = -change % _MODULUS, -weighted % _MODULUS
+    if change.bit_count() != 1:
+        return False
+    place, rest = divmod(weighted, change)
+    return rest == 0 and (place or _MODULUS // change) <= numel

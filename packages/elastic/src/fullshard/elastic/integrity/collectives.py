@@ -22,11 +22,12 @@ from fullshard.comm import (
     ReduceOp,
     ReduceScatter,
 )
-from fullshard.comm.spi import all_to_all, op_name
+from fullshard.comm.spi import all_to_all, host_carrier_of, op_name
 from fullshard.elastic.integrity.checksums import checksums
 from fullshard.elastic.integrity.findings import Finding, Findings
+from fullshard.sharding.spi import device_type_of
 
-__all__ = ["CheckedAllGather", "CheckedReduceScatter", "Parts"]
+__all__ = ["CheckedAllGather", "CheckedReduceScatter", "Parts", "exchanged"]
 
 
 class Parts:
@@ -110,13 +111,13 @@ class _Checked:
             )
 
 
-def _exchanged(sums: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Return the checksums of every rank; a small tensor on the CPU."""
-    everyone = [torch.empty_like(sums) for _ in range(group.size())]
-    if group.size() == 1:
-        return [sums]
-    dist.all_gather(everyone, sums, group=group)
-    return everyone
+def exchanged(sums: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Return the checksums of every rank, on the CPU, in rank order; ``sums`` are on the CPU."""
+    carrier = host_carrier_of(group, torch.device(device_type_of(group)))
+    own = sums.to(carrier or "cpu")
+    everyone = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(everyone, own, group=group)
+    return [each.cpu() for each in everyone]
 
 
 class CheckedAllGather(_Checked, AllGather):
@@ -131,7 +132,7 @@ class CheckedAllGather(_Checked, AllGather):
     ) -> None:
         """Gather, and compare; done on return."""
         own = input_tensor.clone()
-        sent = _exchanged(self._sums(own), group)
+        sent = exchanged(self._sums(own), group)
         self._gather(output_tensor, own, group)
         receiver = dist.get_rank()
         pieces = output_tensor.view(group.size(), -1)
@@ -163,7 +164,7 @@ class CheckedReduceScatter(_Checked, ReduceScatter):
         ranks, own = group.size(), group.rank()
         sums = torch.stack([self._sums(piece) for piece in input_tensor.view(ranks, -1)])
         self._note(sums)
-        sent = [each[own] for each in _exchanged(sums, group)]
+        sent = [each[own] for each in exchanged(sums, group)]
         arrived = torch.empty_like(input_tensor)
         self._exchange(arrived, input_tensor, group)
         pieces = list(arrived.view(ranks, -1))

@@ -16,8 +16,8 @@ class Finding:
     """A number that changed without a reason.
 
     Attributes:
-        stage: where: "gather", "reduction", "sum", "shard", "optimizer state", "gradient",
-            "replicas" or "range".
+        stage: where: "gather", "reduction", "sum", "reduced gradient", "shard", "optimizer state",
+            "gradient", "replicas" or "range".
         ranks: that may have damaged it; of a collective the sender and the receiver.
         tensor: the full name of the parameter, or the number.
         what: a sentence.
@@ -34,6 +34,14 @@ class Finding:
         return f"{self.stage} of {self.tensor}, rank {ranks}: {self.what}"
 
 
+_OWN_STATE = (
+    ". If twice() finds other bits on all ranks, or in each step that is due, it is probably no "
+    "damage: compute changes state outside of buffers (a plain tensor, a counter, an iterator of "
+    "inputs), or runs kernels that are not deterministic. Make such state a buffer, or put it back "
+    "at the beginning of compute"
+)
+
+
 class DamagedNumbersError(RuntimeError):
     """Numbers changed that nothing should have changed; raised on all ranks alike.
 
@@ -47,9 +55,11 @@ class DamagedNumbersError(RuntimeError):
         self.findings = findings
         shown = "\n".join(f"  {each}" for each in findings[:8])
         more = f"\n  and {len(findings) - 8} more" if len(findings) > 8 else ""
+        computed = any(each.stage == "gradient" for each in findings)
         super().__init__(
             f"damaged numbers in step {step}:\n{shown}{more}\nThe optimizer has not stepped since. "
             "Resume from a checkpoint without the host of these ranks"
+            f"{_OWN_STATE if computed else ''}"
         )
 
 
