@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.elastic import ReplicaGroupError, ReplicaGroups, recovery, state
+from fullshard.elastic import Quorum, ReplicaGroupError, ReplicaGroups, recovery, state
+from fullshard.elastic.membership import Member, Roster
 from fullshard.elastic.recovery import Recovery
 from fullshard.sharding import fully_shard
 from fullshard.sharding.spi import local_shard
@@ -160,3 +162,35 @@ def test_a_group_that_cannot_join_raises_before_the_others_do() -> None:
         else:
             with pytest.raises(ReplicaGroupError, match="3 steps in a row were dropped"):
                 stepped(groups, model, optimizer, own)
+
+
+def test_a_transfer_does_not_wait_for_one_of_a_dropped_step() -> None:
+    second, release = threading.Event(), threading.Event()
+    made: list[Any] = []
+
+    class Link:
+        """The first one connects when it is released: a rank that it waits for was lost."""
+
+        size = 1
+
+        def __init__(self, *_: Any) -> None:
+            made.append(self)
+            if len(made) == 1:
+                release.wait()
+            else:
+                second.set()
+
+        def close(self) -> None:
+            pass
+
+    run = Member(name="a", ranks=1, step=0, batches=0, lineage="", model="")
+    quorum = Quorum(number=1, names=("a",), own=0, store="")
+    roster = Roster(quorum=quorum, members=(run,), own=0)
+    transfers = Recovery(0, 1.0)
+    with patch.object(recovery, "_Link", Link):
+        for _ in range(2):
+            transfers.end()
+            transfers.send(roster, dist.HashStore(), ({}, []))
+        assert second.wait(20)
+        release.set()
+        transfers.close()
