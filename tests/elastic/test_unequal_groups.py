@@ -148,6 +148,23 @@ def test_with_a_canonical_order_a_group_that_skips_a_module_adds_zeros(sizes: li
         dist.barrier()
 
 
+@pytest.mark.parametrize("sizes", [[1, 1, 1], [1, 2]])
+@distributed(3)
+def test_a_group_that_ends_its_step_early_drops_it_on_all(sizes: list[int]) -> None:
+    with replica_groups(sizes) as (groups, mesh, own):
+        model = carried(groups, mesh)
+        groups.begin()
+        output = model(inputs_of(own))
+        if own != 0:
+            output.sum().backward()
+        assert not groups.commit()
+        model.zero_grad()
+        groups.begin()
+        model(inputs_of(own)).sum().backward()
+        assert groups.commit()
+        dist.barrier()
+
+
 @distributed(2)
 def test_groups_that_add_other_numbers_are_named() -> None:
     with replica_groups([1, 1]) as (groups, mesh, own):

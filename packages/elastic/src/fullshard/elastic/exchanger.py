@@ -6,7 +6,8 @@ step: after it, nothing more is sent, and the connections are closed. The main c
 
 [Note: operations] Before each message, the ranks of a step compare what they do next. If a group
 reduces other gradients, all ranks notice at the same operation, and ``commit`` raises on all. The
-connections stay open, so that the comparison reaches each rank.
+connections stay open, so that the comparison reaches each rank. If a group ends the step before
+others, as its backward raised, all drop the step.
 
 [Note: order of sums] The gradients of contributing groups are added in the order of groups, in
 float32 or wider, and the sum is multiplied by ``1 / groups`` for an average. Therefore every group
@@ -24,7 +25,7 @@ import torch
 
 from fullshard.comm import Layout, ReduceInFlight
 from fullshard.elastic.errors import ReplicaGroupError
-from fullshard.elastic.links import Links
+from fullshard.elastic.links import STEP_END, Links
 from fullshard.elastic.pieces import specs_digest
 
 __all__ = ["Exchanger", "added"]
@@ -155,9 +156,9 @@ class Exchanger:
         """Return whether the step went well on all connected ranks.
 
         Raises:
-            ReplicaGroupError: if another group did something else in the step.
+            ReplicaGroupError: if another group reduced other gradients in the step.
         """
-        ok = self._run("the end of the step", lambda links: True, False).result()
+        ok = self._run(STEP_END, lambda links: True, False).result()
         self._raise_difference()
         return ok
 

@@ -23,8 +23,9 @@ from fullshard.elastic.errors import ReplicaGroupError
 from fullshard.elastic.membership import Member, Quorum, Roster
 from fullshard.elastic.pieces import Peer, copied_into, packed, packed_numel
 
-__all__ = ["Links", "connected", "meet"]
+__all__ = ["STEP_END", "Links", "connected", "meet"]
 
+STEP_END = "the end of the step"
 _CONTROL = 1  # the tag of operations and numbers; pieces of a reduction have another one
 _OPERATION = 160  # bytes of the text of an operation: messages of one size
 
@@ -156,22 +157,29 @@ class Links:
             operation: what this rank does, in words.
 
         Raises:
+            RuntimeError: on all connected ranks, if one of them is at ``STEP_END`` before others.
             ReplicaGroupError: on all connected ranks, if one of them does something else.
         """
         text = operation.encode()[:_OPERATION].ljust(_OPERATION)
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         came = {at: torch.empty_like(mine) for at in self._others}
         self._control(dict.fromkeys(self._others, mine), came)
-        for at, each in came.items():
-            if not torch.equal(each, mine):
-                place, rank = self.peers[at]
-                theirs = bytes(each.tolist()).decode(errors="replace").rstrip()
-                raise ReplicaGroupError(
-                    f"replica group {self.roster.members[self.roster.own].name} is at {operation}, "
-                    f"and rank {rank} of replica group {self.roster.members[place].name} is at "
-                    f"{theirs}; all groups must reduce the same modules in the same order. For "
-                    "modules that a group may skip, call model.set_canonical_order() in all groups"
-                )
+        theirs = {at: bytes(e.tolist()).decode(errors="replace").rstrip() for at, e in came.items()}
+        others = [at for at, each in came.items() if not torch.equal(each, mine)]
+        if not others:
+            return
+        place, rank = self.peers[others[0]]
+        told = (
+            f"replica group {self.roster.members[self.roster.own].name} is at {operation}, and "
+            f"rank {rank} of replica group {self.roster.members[place].name} is at "
+            f"{theirs[others[0]]}"
+        )
+        if STEP_END in (operation, *theirs.values()):  # a backward that raised reduces less
+            raise RuntimeError(told)
+        raise ReplicaGroupError(
+            f"{told}; all groups must reduce the same modules in the same order. For modules that "
+            "a group may skip, call model.set_canonical_order() in all groups"
+        )
 
     def from_contributors(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return the ``values`` of one rank per contributing group, in the order of groups.
