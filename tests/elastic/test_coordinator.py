@@ -17,10 +17,10 @@ class Torchft:
     def __init__(self, *answers: tuple[int, str]) -> None:
         self.answers = list(answers)
 
-    def ManagerServer(self, **_: Any) -> Any:  # noqa: N802  # a name of torchft
+    def ManagerServer(self, **_: Any) -> Any:  # a name of torchft
         return SimpleNamespace(address=str, shutdown=lambda: None)
 
-    def ManagerClient(self, address: str, **_: Any) -> Any:  # noqa: N802  # a name of torchft
+    def ManagerClient(self, address: str, **_: Any) -> Any:  # a name of torchft
         return SimpleNamespace(_quorum=self._quorum)
 
     def _quorum(self, *, step: int, **_: Any) -> Any:
