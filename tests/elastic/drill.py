@@ -3,8 +3,9 @@
     PYTHONPATH=tests python tests/elastic/drill.py        (or: nox -s drill -- groups)
 
 Three groups, of one, two and one ranks, train 300 steps or more. Again and again one rank is killed
-(SIGKILL) or stopped (SIGSTOP) at a random phase of a step. All ranks must hold, after every step
-that they committed, the bits that one process computes from the recorded memberships.
+(SIGKILL) or stopped (SIGSTOP) at a random phase of a step, or killed at a random moment of a join.
+All ranks must hold, after every step that they committed, the bits that one process computes from
+the recorded memberships.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from support.elastic.check import check_against_replay
 from support.elastic.records import read_records
-from support.elastic.run import ElasticRun, Fault
+from support.elastic.run import ElasticRun, Fault, JoinFault
 
 __all__ = ["RANKS", "drill", "main"]
 
@@ -37,7 +38,10 @@ def drill(folder: Path, *, seed: int, steps: int = 300) -> list[str]:
             run.follow()
         faults = 0
         while run.furthest < steps:
-            run.strike(Fault.drawn(generator, RANKS))
+            if faults % 3:
+                run.strike(Fault.drawn(generator, RANKS))
+            else:
+                run.fail_join(JoinFault.drawn(generator, RANKS))
             faults += 1
         run.finish()
     done = check_against_replay(folder, RANKS)

@@ -11,16 +11,18 @@ from hypothesis import strategies as st
 
 from fullshard.comm import Layout, TensorSpec
 from fullshard.comm.spi import own_mask, shard_views
+from fullshard.elastic import Quorum
 from fullshard.elastic.membership import Member, Roster, next_lineage
 from fullshard.elastic.pieces import Peer, copied_into, packed, packed_numel, pairs_with
 
 
-def roster(*states: tuple[int, str]) -> Roster:
+def roster(*states: tuple[int, str], number: int = 1) -> Roster:
     members = [
         Member(name=chr(97 + i), ranks=1, step=step, batches=0, lineage=lineage, model="")
         for i, (step, lineage) in enumerate(states)
     ]
-    return Roster(number=1, members=tuple(members), own=0)
+    quorum = Quorum(number=number, names=tuple("abcdefgh"), own=0, store="")
+    return Roster(quorum=quorum, members=tuple(members), own=0)
 
 
 @pytest.mark.parametrize(
@@ -44,14 +46,14 @@ def test_groups_of_the_furthest_state_contribute_and_send_it_to_the_others(
 
 
 def test_a_lineage_depends_on_all_that_a_step_depends_on() -> None:
-    one, other = roster((3, "x"), (3, "x")), roster((3, "x"), (2, "w"))
-    lineages = {
-        next_lineage("x", one, 3),
-        next_lineage("y", one, 3),
-        next_lineage("x", one, 4),
-        next_lineage("x", other, 3),
-    }
-    assert len(lineages) == 4
+    rosters = [
+        roster((3, "x"), (3, "x")),
+        roster((3, "y"), (3, "y")),
+        roster((4, "x"), (4, "x")),
+        roster((3, "x"), (2, "w")),
+        roster((3, "x"), (3, "x"), number=2),
+    ]
+    assert len({next_lineage(each) for each in rosters}) == len(rosters)
 
 
 SPECS = st.lists(

@@ -347,7 +347,7 @@ def test_a_module_with_another_wire_policy_is_named() -> None:
 
 @pytest.mark.parametrize("differs", ["shapes", "sharded modules", "trainable"])
 @distributed(2)
-def test_groups_with_other_models_are_named(differs: str) -> None:
+def test_a_group_with_another_model_is_named(differs: str) -> None:
     with replica_groups([1, 1]) as (groups, mesh, own):
         model = nn.Sequential(nn.Linear(4, 4 + (own if differs == "shapes" else 0)))
         if own == 0 or differs != "sharded modules":
@@ -356,8 +356,8 @@ def test_groups_with_other_models_are_named(differs: str) -> None:
         if differs == "trainable":
             model[0].weight.requires_grad_(own == 0)
         groups.carry(model, make_optimizer(model))
-        with pytest.raises(ReplicaGroupError, match=r"a and b|b and a"):
-            groups.begin()
+        with pytest.raises(ReplicaGroupError, match="b and a") if own == 1 else nullcontext():
+            assert groups.begin().contributors == ("a",)
 
 
 def _on_two_axes(own: int, sizes: list[int], placements: Any) -> Any:
@@ -370,14 +370,13 @@ def _on_two_axes(own: int, sizes: list[int], placements: Any) -> Any:
 
 
 @distributed(4)
-def test_groups_with_other_meshes_are_named_before_any_reduction() -> None:
+def test_a_group_with_another_mesh_is_named_before_any_reduction() -> None:
     with replica_groups([2, 2]) as (groups, mesh, own):
         made = [_on_two_axes(place, [2, 2], None)[0] for place in (0, 1)]  # by all ranks
         carried(groups, made[0] if own == 0 else mesh, seed=0)
-        with pytest.raises(
-            ReplicaGroupError, match=r"a of 2 ranks over ranks \[0, 1\] as \(2, 1\)"
-        ):
-            groups.begin()
+        told = r"b of 2 ranks over all of them and a of 2 ranks over ranks \[0, 1\] as \(2, 1\)"
+        with pytest.raises(ReplicaGroupError, match=told) if own == 1 else nullcontext():
+            assert groups.begin().contributors == ("a",)
 
 
 @pytest.mark.matrix
@@ -420,7 +419,7 @@ def _reduces_fewer(sizes: list[int]) -> str:
 
 def test_groups_that_reduce_other_gradients_commit_nothing() -> None:
     found = run_on_ranks(_reduces_fewer, 2, [1, 1])
-    assert all(each == "False" or "reduced" in each for each in found), found
+    assert found == ["False", "False"]
 
 
 @pytest.mark.parametrize(

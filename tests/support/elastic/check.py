@@ -1,7 +1,8 @@
 """Compares what the ranks of a run recorded with a replay of it, by one process.
 
 The replay follows the recorded memberships and nothing else: which groups contributed, with how
-many ranks, to which batches. It is the definition that a run has to equal, to the bit.
+many ranks, to which batches. It is the definition that a run has to equal, to the bit. Steps that
+no group went on from are replayed, too.
 """
 
 from __future__ import annotations
@@ -83,24 +84,35 @@ def _shard(whole: torch.Tensor, record: Record) -> torch.Tensor:
 def check_against_replay(
     folder: Path, ranks: dict[str, int], between: torch.dtype | None = None
 ) -> int:
-    """Compare all records with a replay; return how many steps the run had.
+    """Compare all records with a replay; return how many steps led to the last state.
 
     Raises:
         AssertionError: naming the first step, group and rank that differ.
     """
     records = read_records(folder)
-    last = max(records, key=lambda each: each.step)
-    steps = lineage_of(records, last.after)
-    ends = {each.after for each in records if each.step == last.step}
-    assert ends == {last.after}, "all groups end with one state"
-    assert [found[0].step for found in steps] == list(range(last.step + 1))
+    last = {(each.group, each.rank): each.after for each in records}
+    assert len(set(last.values())) == 1, "all groups end with one state"
+    ends = {each.after for each in records} - {each.before for each in records}
+    steps = {end: lineage_of(records, end) for end in ends}
+    for found in steps.values():
+        _check_lineage(folder, found, ranks, between)
+    assert {each.after for lineage in steps.values() for found in lineage for each in found} == {
+        each.after for each in records
+    }, "each record is of a step that was replayed"
+    return len(steps[next(iter(last.values()))])
+
+
+def _check_lineage(
+    folder: Path, steps: list[list[Record]], ranks: dict[str, int], between: torch.dtype | None
+) -> None:
+    assert [found[0].step for found in steps] == list(range(len(steps)))
     # The state before the first step is that of the first contributor, as it was initialised.
-    (name,) = steps[0][0].contributors
-    replay = Replay(make_model(seed=sum(map(ord, name))), ranks, between)
+    assert len(steps[0][0].contributors) == 1
+    seed = int((folder / f"{steps[0][0].before}.seed").read_text())
+    replay = Replay(make_model(seed), ranks, between)
     for found in steps:
         losses = replay.step(found[0].contributors)
         for record in found:
             at = (record.step, record.group, record.rank)
             assert record.joined or record.loss == losses[record.group, record.rank], at
             assert record.digest == replay.digest(record), at
-    return len(steps)

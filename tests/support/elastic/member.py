@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.elastic import ElasticOptions, ReplicaGroups
 from fullshard.sharding import fully_shard
 from support.elastic.model import loss_of, make_model, make_optimizer, make_scheduler
+from support.elastic.moments import stop_at_moments
 from support.elastic.records import Record, digest_of
 
 __all__ = ["Place", "train"]
@@ -42,11 +43,14 @@ class Place:
     between: torch.dtype | None = None
 
 
-def train(place: Place, told: Connection, until: Synchronized[int]) -> None:
+def train(
+    place: Place, told: Connection, until: Synchronized[int], armed: Synchronized[int]
+) -> None:
     """Train until the first contributor sees that ``until`` is reached; tell each phase.
 
-    Every group starts from a model of its own.
+    Every start of a group has a model of its own. The rank stops at an armed moment of a join.
     """
+    stop_at_moments(armed, lambda moment: told.send((moment, -1)))
     torch.set_num_threads(1)
     log = (place.folder / f"{place.group}{place.rank}.log").open("a")
     sys.stdout = sys.stderr = log
@@ -64,7 +68,9 @@ def train(place: Place, told: Connection, until: Synchronized[int]) -> None:
         max_dropped=50,
     )
     groups = ReplicaGroups(options)
-    model = make_model(seed=sum(map(ord, place.group)) + place.start)
+    seed = sum(map(ord, place.group)) + place.start
+    (place.folder / f"{groups.state_dict()['lineage']}.seed").write_text(str(seed))
+    model = make_model(seed)
     for module in (model.inner, model.outer, model):
         fully_shard(module, wire_policy=groups.wire())
     optimizer = make_optimizer(model)
@@ -76,7 +82,8 @@ def train(place: Place, told: Connection, until: Synchronized[int]) -> None:
         began = time.monotonic()
         told.send(("begin", groups.steps))
         step = groups.begin()
-        before = groups.state_dict()["lineage"]
+        assert groups._links is not None, "begin() returned"
+        before = groups._links.roster.state.lineage
         told.send(("forward", step.number))
         loss = loss_of(model, step.batch, place.rank, place.ranks)
         told.send(("backward", step.number))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from unittest import mock
 
@@ -20,8 +21,9 @@ import torch
 
 from fullshard.elastic import Lighthouse
 from support.elastic.member import Place, train
+from support.elastic.moments import MOMENTS, arm
 
-__all__ = ["ElasticRun", "Fault"]
+__all__ = ["ElasticRun", "Fault", "JoinFault"]
 
 _WORLD = multiprocessing.get_context("forkserver")
 
@@ -48,6 +50,44 @@ class Fault:
             rank=generator.randrange(ranks[group]),
             phase=generator.choice(("begin", "forward", "backward", "commit", "step")),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinFault:
+    """A rank that is killed while a group joins.
+
+    Attributes:
+        joiner: the group that is started again.
+        moment: of the join; see ``MOMENTS``.
+        victim: "joiner"; "source", from which the state comes; "third", any other group.
+        rank: of the victim.
+    """
+
+    joiner: str
+    moment: str
+    victim: str
+    rank: int = 0
+
+    @classmethod
+    def drawn(cls, generator: random.Random, ranks: dict[str, int]) -> JoinFault:
+        joiner = generator.choice(sorted(ranks))
+        fault = cls(
+            joiner=joiner,
+            moment=generator.choice(MOMENTS),
+            victim=generator.choice(("joiner", "source", "third")[: len(ranks)]),
+        )
+        return replace(fault, rank=generator.randrange(ranks[fault.group(ranks)]))
+
+    def group(self, ranks: dict[str, int]) -> str:
+        """The name of the victim: the first other group is the source."""
+        others = [name for name in sorted(ranks) if name != self.joiner]
+        return {"joiner": self.joiner, "source": others[0], "third": others[-1]}[self.victim]
+
+
+def _keep_lighthouse(port: int, told: Connection) -> None:
+    lighthouse = Lighthouse(port=port, min_groups=1, join_timeout=1.0, heartbeat_timeout=1.0)
+    told.send(int(lighthouse.address.rpartition(":")[2]))
+    signal.pause()
 
 
 @dataclass
@@ -82,8 +122,10 @@ class ElasticRun:
         _WORLD.set_forkserver_preload(["support.elastic.member", "torchft.coordination"])
         with mock.patch.dict(os.environ, own):
             forkserver.ensure_running()  # it finds modules by its environment alone
-        self._lighthouse = Lighthouse(min_groups=1, join_timeout=1.0, heartbeat_timeout=1.0)
+        self._port = 0
+        self._lighthouse = self._started_lighthouse()
         self._until = _WORLD.Value("l", 1 << 60)
+        self._armed: Synchronized[int] = _WORLD.Value("i", 0)
         self._starts = dict.fromkeys(self.ranks, 0)
         self._groups: dict[str, list[_Rank]] = {}
         self.restarts = 0
@@ -95,16 +137,32 @@ class ElasticRun:
     def __exit__(self, *error: object) -> None:
         for group in list(self._groups):
             self.kill(group)
-        self._lighthouse.close()
+        self._lighthouse.kill()
+        self._lighthouse.join()
+
+    def _started_lighthouse(self) -> BaseProcess:
+        told, theirs = _WORLD.Pipe(duplex=False)
+        process = _WORLD.Process(target=_keep_lighthouse, args=(self._port, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self._port = told.recv()
+        return process
+
+    def restart_lighthouse(self) -> None:
+        """Kill the lighthouse, and start it at its address when all groups wait for it."""
+        self._lighthouse.kill()
+        self._lighthouse.join()
+        while any(each.phase != "begin" for group in self._groups.values() for each in group):
+            self.follow()
+        self._lighthouse = self._started_lighthouse()
 
     def start(self, group: str) -> None:
-        port = self._lighthouse.address.rpartition(":")[2]
         place = Place(
             group=group,
             rank=0,
             ranks=self.ranks[group],
             start=self._starts[group],
-            lighthouse=f"http://127.0.0.1:{port}",
+            lighthouse=f"http://127.0.0.1:{self._port}",
             folder=self.folder,
             timeout=self.timeout,
             between=self.between,
@@ -113,7 +171,7 @@ class ElasticRun:
         started = []
         for rank in range(self.ranks[group]):
             told, theirs = _WORLD.Pipe(duplex=False)
-            arguments = (replace(place, rank=rank), theirs, self._until)
+            arguments = (replace(place, rank=rank), theirs, self._until, self._armed)
             process = _WORLD.Process(target=train, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -189,11 +247,33 @@ class ElasticRun:
                 self.follow()
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
+        self.meet_again(steps)
+
+    def meet_again(self, steps: int = 3) -> None:
+        """Wait until all groups have gone on together for some steps."""
         self.follow()
         goal = self.furthest + steps
         while self.furthest < goal or not self.together(steps):
             self.follow()
         self.note("all together")
+
+    def fail_join(self, fault: JoinFault) -> None:
+        """Start a group again, kill a rank at a moment of its join, wait until all are together."""
+        arm(self._armed, fault.moment)
+        self.kill(fault.joiner)
+        self.start(fault.joiner)
+        stopped: list[_Rank] = []
+        while not stopped:
+            self.follow()
+            ranks = [each for group in self._groups.values() for each in group]
+            stopped = [each for each in ranks if each.phase == fault.moment]
+        victim = self._groups[fault.group(self.ranks)][fault.rank]
+        self.note(f"kill {fault.group(self.ranks)}{fault.rank}, {fault}")
+        os.kill(victim.process.pid or 0, signal.SIGKILL)
+        victim.process.join()
+        with suppress(ProcessLookupError):
+            os.kill(stopped[0].process.pid or 0, signal.SIGCONT)
+        self.meet_again()
 
     def finish(self) -> None:
         self._until.value = self.furthest + 5

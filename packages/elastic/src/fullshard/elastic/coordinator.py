@@ -4,6 +4,13 @@ Owns the manager's server, which rank 0 of a group runs, the clients of all its 
 in which groups meet. torchft decides who is alive and when a quorum is there; everything that moves
 tensors is ours.
 
+[Note: numbers] A lighthouse that is started again counts quorums from 1. Its groups keep their
+stores, in which an old quorum of that number has left its keys. Therefore the number of a quorum is
+made here. torchft agrees on the largest ``step`` among the groups and uses it for nothing that
+concerns us. Each group passes one more than the last agreed value: it grows with each quorum, and
+no two quorums with one store have equal values. The number is the value at which the groups of a
+quorum were new.
+
 [Note: one store] torchft gives each local rank the store of another group, in turn. Groups with
 different numbers of ranks meet in one store instead: rank 0's. Its other ranks read the address in
 the store of their own group.
@@ -11,6 +18,7 @@ the store of their own group.
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +32,7 @@ from fullshard.elastic.options import ElasticOptions
 __all__ = ["TorchftCoordinator"]
 
 _HEARTBEAT = timedelta(milliseconds=100)
+_ASK_AGAIN = 1.0  # seconds after which a manager asks a lighthouse again that was lost
 
 
 class TorchftCoordinator(Coordinator):
@@ -47,6 +56,9 @@ class TorchftCoordinator(Coordinator):
         self._options = options
         self._rank = dist.get_rank(process_group)
         self._server: Any = None
+        self._agreed = 0  # see [Note: numbers]
+        self._last: tuple[int, tuple[str, ...]] | None = None
+        self._quorum: Quorum | None = None
         self._patience = timedelta(seconds=options.timeout)
         told: list[Any] = [None, None, None]
         if self._rank == 0:
@@ -85,7 +97,8 @@ class TorchftCoordinator(Coordinator):
             world_size=ranks,
             heartbeat_interval=_HEARTBEAT,
             connect_timeout=self._patience,
-            quorum_retries=0,
+            # A manager waits the time-out / (retries + 1) before each of them.
+            quorum_retries=math.ceil(options.quorum_timeout / _ASK_AGAIN),
         )
         return port, str(self._server.address())
 
@@ -94,20 +107,14 @@ class TorchftCoordinator(Coordinator):
         try:
             found = self._client._quorum(
                 group_rank=self._rank,
-                step=step,
+                step=self._agreed + 1,
                 checkpoint_metadata="",
                 shrink_only=False,
                 timeout=timedelta(seconds=self._options.quorum_timeout),
                 commit_failures=failures,
                 init_sync=False,
             )
-            number = int(found.quorum_id)
-            return Quorum(
-                number=number,
-                names=tuple(found.replica_ids),
-                own=int(found.replica_rank),
-                store=self._meeting_place(number, str(found.store_address)),
-            )
+            return self._numbered(found, failures)
         except Exception as error:
             raise ReplicaGroupError(
                 f"replica group {self._options.group}, rank {self._rank}, after {step} steps: no "
@@ -115,6 +122,20 @@ class TorchftCoordinator(Coordinator):
                 f" check that the lighthouse at {self._options.lighthouse} runs, and that enough "
                 "groups are there"
             ) from error
+
+    def _numbered(self, found: Any, failures: int) -> Quorum:
+        """Return torchft's quorum with a number; see [Note: numbers]."""
+        asked, self._agreed = self._agreed + 1, int(found.max_step)
+        last, self._last = self._last, (int(found.quorum_id), tuple(found.replica_ids))
+        is_new = last != self._last or asked != self._agreed or failures > 0
+        if self._quorum is None or is_new:
+            self._quorum = Quorum(
+                number=self._agreed,
+                names=tuple(found.replica_ids),
+                own=int(found.replica_rank),
+                store=self._meeting_place(self._agreed, str(found.store_address)),
+            )
+        return self._quorum
 
     def _meeting_place(self, number: int, store: str) -> str:
         """Return the address that rank 0 was given; see [Note: one store]."""

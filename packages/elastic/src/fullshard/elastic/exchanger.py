@@ -4,6 +4,11 @@ Owns the order of messages of one rank, how gradients are added, the vote, and t
 step: after it, nothing more is sent, and the connections are closed. The main class is
 ``Exchanger``. Refuses: recovery, and who is in a quorum.
 
+[Note: operations] Before each message, the ranks of a step compare what they do next. If a group
+reduces other gradients, all ranks notice at the same operation, and ``commit`` raises on all. The
+connections stay open, so that the comparison reaches each rank. If a group ends the step before
+others, as its backward raised, all drop the step.
+
 [Note: order of sums] The gradients of contributing groups are added in the order of groups, in
 float32 or wider, and the sum is multiplied by ``1 / groups`` for an average. Therefore every group
 has the same bits, whatever its number of ranks, and a replay can compute them again.
@@ -20,13 +25,12 @@ import torch
 
 from fullshard.comm import Layout, ReduceInFlight
 from fullshard.elastic.errors import ReplicaGroupError
-from fullshard.elastic.links import Links
+from fullshard.elastic.links import STEP_END, Links
 from fullshard.elastic.pieces import specs_digest
 
 __all__ = ["Exchanger", "added"]
 
 _T = TypeVar("_T")
-_PRIME = 2**61 - 1
 
 
 class Exchanger:
@@ -44,8 +48,14 @@ class Exchanger:
         self._lock = threading.Lock()
         self._links: Links | None = None
         self._error: str = ""
+        self._difference: ReplicaGroupError | None = None
         self._in_step = False
-        self._count = self._digest = 0
+
+    @property
+    def way(self) -> str:
+        """How gradients are added, in words."""
+        sent_as = "the reduce dtype" if self._between is None else str(self._between)
+        return f"{'averages' if self._average else 'adds'} gradients sent in {sent_as}"
 
     @property
     def error(self) -> str:
@@ -54,8 +64,8 @@ class Exchanger:
 
     def open(self, links: Links) -> None:
         """Begin a step over ``links``."""
-        self._links, self._error, self._in_step = links, "", True
-        self._count = self._digest = 0
+        self._links, self._error, self._difference = links, "", None
+        self._in_step = True
 
     def end(self) -> None:
         """End the step."""
@@ -72,16 +82,23 @@ class Exchanger:
         if self._links is not None:
             self._links.close()
 
-    def _run(self, call: Callable[[Links], _T], otherwise: _T) -> Future[_T]:
-        """Run ``call`` after what was asked for before; ``otherwise`` once the step is dropped."""
+    def _run(self, operation: str, call: Callable[[Links], _T], otherwise: _T) -> Future[_T]:
+        """Run ``call`` after what was asked for before; ``otherwise`` once the step is dropped.
+
+        ``operation`` is compared with other ranks; see [Note: operations].
+        """
 
         def guarded() -> _T:
             links = self._links
             if self._error or links is None:
                 return otherwise
             try:
+                links.require_same(operation)
                 with torch.no_grad():
                     return call(links)
+            except ReplicaGroupError as error:
+                self._difference, self._error = error, str(error)
+                return otherwise
             except Exception as error:  # of a connection, most likely; the step is dropped
                 self.fail(f"{type(error).__name__}: {error}")
                 return otherwise
@@ -100,51 +117,54 @@ class Exchanger:
                 "step; call begin() before the forward, and commit() after the backward"
             )
         layout, output, config = flight.plan.layout, flight.output, flight.plan.config
-        self._count += 1
-        self._digest = (self._digest * 31 + specs_digest(layout.specs)) % _PRIME
+        sent_as = output.dtype if self._between is None else self._between
+        operation = (
+            f"the reduction of {config.name or 'the root'} (tensors "
+            f"{specs_digest(layout.specs, layout.mask_numel)}, {sent_as})"
+        )
         streams, event = config.streams, flight.event
 
         def on_host(links: Links) -> torch.Tensor | None:
             if output.device.type == "cpu":
-                output.copy_(self._total(links, output, layout))
+                output.copy_(self._total(links, output, layout, sent_as))
                 return None
             with streams.use(streams.all_reduce):
                 streams.all_reduce.wait_event(event)
-                return self._total(links, output.cpu(), layout)
+                return self._total(links, output.cpu(), layout, sent_as)
 
-        return self._run(on_host, None)
+        return self._run(operation, on_host, None)
 
-    def _total(self, links: Links, output: torch.Tensor, layout: Layout) -> torch.Tensor:
-        sent_as = output.dtype if self._between is None else self._between
+    def _total(
+        self, links: Links, output: torch.Tensor, layout: Layout, sent_as: torch.dtype
+    ) -> torch.Tensor:
         parts = links.contributions(output, layout, sent_as)
         return added(parts, output.dtype, average=self._average)
 
     def from_contributors(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return the ``values`` of each contributing group; the own ones alone if dropped."""
+        """Return the ``values`` of each contributing group; the own ones alone if dropped.
+
+        Raises:
+            ReplicaGroupError: if another group does something else at this place of the step.
+        """
         host = values.detach().cpu().reshape(-1)
-        found = self._run(lambda links: links.from_contributors(host), [host]).result()
+        operation = f"a sum() or from_first() of {host.numel()} numbers, {host.dtype}"
+        found = self._run(operation, lambda links: links.from_contributors(host), [host]).result()
+        self._raise_difference()
         return [each.view(values.shape).to(values.device) for each in found]
 
     def vote(self) -> bool:
-        """Return whether the step went well on the ranks of other groups that this one pairs with.
+        """Return whether the step went well on all connected ranks.
 
         Raises:
-            ReplicaGroupError: if their groups reduced other gradients.
+            ReplicaGroupError: if another group reduced other gradients in the step.
         """
-        mine = torch.tensor([not self._error, self._count, self._digest])
-        votes = self._run(lambda links: links.votes(mine), None).result()
-        if votes is None:
-            return False
-        for (place, rank), vote in votes.items():
-            ok, count, digest = vote.tolist()
-            if ok and (count, digest) != (self._count, self._digest):
-                name = self._links.roster.members[place].name if self._links is not None else ""
-                raise ReplicaGroupError(
-                    f"rank {rank} of replica group {name} reduced {count} buffers in this step and "
-                    f"this rank {self._count}, or tensors of other shapes; build the model, its "
-                    "sharded modules and its trainable parameters alike in all groups"
-                )
-        return all(bool(vote[0]) for vote in votes.values())
+        ok = self._run(STEP_END, lambda links: True, False).result()
+        self._raise_difference()
+        return ok
+
+    def _raise_difference(self) -> None:
+        if self._difference is not None:
+            raise self._difference
 
 
 def added(parts: list[torch.Tensor], dtype: torch.dtype, *, average: bool) -> torch.Tensor:

@@ -9,6 +9,11 @@ their votes. A rank votes for a step if all its messages arrived, and if its par
 groups vote for the step. Therefore all groups drop a step together. The exception is a group that
 is lost during the vote. Some groups may then commit the step, and send their state to the groups
 without it.
+
+[Note: position] Steps, batches and lineage describe the state of this group. They change in
+``commit`` alone, after a received state was loaded. A group that receives a state has its old
+position until then, so it receives again if the step is dropped. If loading fails, the state is
+that of no step: the group raises, now and at each later call.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from fullshard.elastic.coordinator import TorchftCoordinator
 from fullshard.elastic.errors import ReplicaGroupError
 from fullshard.elastic.exchanger import Exchanger
 from fullshard.elastic.links import Links, meet
-from fullshard.elastic.membership import Coordinator, Member, Quorum, Roster, next_lineage
+from fullshard.elastic.membership import Coordinator, Member, Quorum, next_lineage
 from fullshard.elastic.options import ElasticOptions
 from fullshard.elastic.recovery import Received, Recovery
 from fullshard.elastic.reduction import ReplicaWire
@@ -99,10 +104,10 @@ class ReplicaGroups:
         self._recovery = Recovery(self._rank, options.timeout)
         self._state: ReplicaState | None = None
         self._links: Links | None = None
-        self._sending: Future[None] | None = None
         self._receiving: Future[Received] | None = None
         self._step: ElasticStep | None = None
         self._steps = self._batches = self._dropped = 0
+        self._committed = self._loading = False
         first = [uuid.uuid4().hex]
         dist.broadcast_object_list(first, group=process_group, group_src=0)
         self._lineage: str = first[0]
@@ -154,7 +159,12 @@ class ReplicaGroups:
         self._state = ReplicaState(model, optimizer, others)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the run, for a checkpoint of it."""
+        """Return the position in the run, for a checkpoint of it.
+
+        Raises:
+            ReplicaGroupError: if a received state was not loaded to its end.
+        """
+        self._require_whole()
         return {"steps": self._steps, "batches": self._batches, "lineage": self._lineage}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -174,25 +184,25 @@ class ReplicaGroups:
         """Return the next step, once there is a quorum; on all ranks of the group.
 
         Raises:
-            ReplicaGroupError: if there is none in time, a rank of this group is lost, the groups
-                have different models, or the step before was not ended.
+            ReplicaGroupError: if there is none in time, a rank of this group is lost, this group
+                differs from the others or has the name of another one, or the step before was
+                not ended.
         """
         state = self._ready()
         with waiting(_WAIT):
             links = self._connected(state)
-        roster = links.roster
-        self._take_position(roster)
+        roster, position = links.roster, links.roster.state
         self._exchanger.open(links)
         names = roster.names(roster.contributors)
         index = roster.contributors.index(roster.own) if roster.own in roster.contributors else None
         self._step = ElasticStep(
-            number=self._steps,
-            quorum=roster.number,
+            number=position.step,
+            quorum=roster.quorum.number,
             contributors=names,
             ranks=tuple([roster.members[at].ranks for at in roster.contributors]),
             joining=roster.names(tuple(sorted(roster.sources))),
             index=index,
-            batch=self._batches + (index or 0),
+            batch=position.batches + (index or 0),
         )
         return self._step
 
@@ -201,16 +211,26 @@ class ReplicaGroups:
             raise ReplicaGroupError("begin() came before carry(model, optimizer); call that first")
         if self._step is not None:
             raise ReplicaGroupError(
-                f"begin() came twice for step {self._steps}; call commit() after each backward"
+                f"begin() came twice for step {self._step.number}; call commit() after each "
+                "backward"
             )
+        self._require_whole()
         return self._state
+
+    def _require_whole(self) -> None:
+        if self._loading:
+            raise ReplicaGroupError(
+                f"replica group {self._options.group}, rank {self._rank}: a received state was not "
+                "loaded to its end, so parameters are of different steps; let the launcher start "
+                "the group again"
+            )
 
     def _connected(self, state: ReplicaState) -> Links:
         """Return the connections to the groups of the next quorum that all ranks can connect to."""
         while True:
             quorum = self._coordinator.quorum(self._steps, self._dropped)
             links = self._links
-            if links is not None and links.roster.number == quorum.number and not self._dropped:
+            if links is not None and links.roster.quorum.key == quorum.key and not self._dropped:
                 return links
             self._close_links()
             error = self._connect(quorum, state)
@@ -224,7 +244,7 @@ class ReplicaGroups:
         """Connect to the groups of a new quorum; return what went wrong, or an empty string.
 
         Raises:
-            ReplicaGroupError: if the groups have different models.
+            ReplicaGroupError: if this group differs from the others, or has the name of another.
         """
         self._receiving = None  # of a quorum that this group could not connect to
         own = Member(
@@ -235,28 +255,25 @@ class ReplicaGroups:
             lineage=self._lineage,
             model=state.digest(),
             mesh=state.mesh(self._process_group),
+            sums=self._exchanger.way,
+            committed=self._committed,
         )
         try:
             roster, store = meet(quorum, own, self._rank, self._options.timeout)
-        except Exception as error:  # a group was lost again
-            return f"{type(error).__name__}: {error}"
-        _require_alike(roster)
-        try:
+            roster = roster.alike()
             self._links = Links(roster, store, self._rank, self._options.timeout)
+        except ReplicaGroupError:
+            self._coordinator.close()  # the others must not wait for this group
+            raise
         except Exception as error:  # a group was lost again
             return f"{type(error).__name__}: {error}"
         if self._rank == 0:
-            _log_roster(roster)
+            _log.info("%s", roster.summary)
         if roster.own in roster.sources:
             self._receiving = self._recovery.receive(roster, store, state)
         elif roster.own in roster.sources.values():
-            self._sending = self._recovery.send(roster, store, state.export())
+            self._recovery.send(roster, store, state.export())
         return ""
-
-    def _take_position(self, roster: Roster) -> None:
-        """Take over the position of the run, which this group's own state may not have reached."""
-        member = roster.state
-        self._steps, self._batches, self._lineage = member.step, member.batches, member.lineage
 
     def from_first(self, values: torch.Tensor) -> torch.Tensor:
         """Return the ``values`` of the first contributing group.
@@ -266,7 +283,7 @@ class ReplicaGroups:
         all ranks of all groups; the values must be equal on the ranks of a group.
 
         Raises:
-            ReplicaGroupError: outside of a step.
+            ReplicaGroupError: outside of a step, or if the groups call different things.
         """
         return self._from_contributors("from_first", values)[0]
 
@@ -276,7 +293,7 @@ class ReplicaGroups:
         Called as ``from_first``.
 
         Raises:
-            ReplicaGroupError: outside of a step.
+            ReplicaGroupError: as ``from_first``.
         """
         found = self._from_contributors("sum", values)
         return torch.stack(found).sum(0)
@@ -295,7 +312,8 @@ class ReplicaGroups:
 
         Raises:
             ReplicaGroupError: outside of a step, if a rank of this group is lost, if groups reduced
-                different gradients, or after ``options.max_dropped`` dropped steps in a row.
+                different gradients, if a received state does not fit, or after
+                ``options.max_dropped`` dropped steps in a row.
         """
         step, links = self._step, self._links
         if step is None or links is None:
@@ -307,15 +325,16 @@ class ReplicaGroups:
             self._exchanger.end()
             agreed = self._coordinator.agree(self._steps, ok)
         if not agreed:
-            self._count_dropped(self._exchanger.error or "a rank or another group voted against it")
+            reason = self._exchanger.error or "a rank or another group voted against it"
+            self._count_dropped(reason, joins=step.index is None)
             return False
         if received is not None:
-            assert self._state is not None, "carry() came before"
-            self._state.load(received.structure, received.parts)
-        self._dropped = 0
-        self._lineage = next_lineage(self._lineage, links.roster, self._steps)
-        self._steps += 1
-        self._batches += len(step.contributors)
+            self._load(received)
+        position = links.roster.state
+        self._dropped, self._committed = 0, True
+        self._lineage = next_lineage(links.roster)
+        self._steps = position.step + 1
+        self._batches = position.batches + len(step.contributors)
         links.roster = links.roster.settled(self._steps, self._batches, self._lineage)
         return True
 
@@ -326,12 +345,30 @@ class ReplicaGroups:
             return None
         try:
             return receiving.result()
+        except ReplicaGroupError as error:  # it will not fit the next time
+            self._exchanger.fail(str(error))
+            raise
         except Exception as error:
             self._exchanger.fail(f"no state arrived ({type(error).__name__}: {error})")
             return None
 
-    def _count_dropped(self, reason: str) -> None:
+    def _load(self, received: Received) -> None:
+        """Load a received state; see [Note: position]."""
+        assert self._state is not None, "carry() came before"
+        self._loading = True
+        try:
+            self._state.load(received.structure, received.parts)
+        except Exception as error:
+            raise ReplicaGroupError(
+                f"replica group {self._options.group}, rank {self._rank}: the state of the run "
+                f"cannot be loaded ({type(error).__name__}: {error}); build model, optimizer and "
+                "the objects of carry() alike in all groups"
+            ) from error
+        self._loading = False
+
+    def _count_dropped(self, reason: str, *, joins: bool = False) -> None:
         self._dropped += 1
+        allowed = self._options.max_dropped // (2 if joins else 1)
         _log.warning(
             "replica group %s, rank %d: step %d dropped: %s",
             self._options.group,
@@ -339,13 +376,14 @@ class ReplicaGroups:
             self._steps,
             reason,
         )
-        if self._dropped > self._options.max_dropped:
+        if self._dropped > allowed:
             raise ReplicaGroupError(
                 f"replica group {self._options.group}, rank {self._rank}: {self._dropped} steps in "
                 f"a row were dropped, the last one because {reason}"
             )
 
     def _close_links(self) -> None:
+        self._recovery.end()
         links, self._links = self._links, None
         if links is not None:
             links.close()
@@ -360,41 +398,3 @@ class ReplicaGroups:
 
 def _unchanged(buffer: torch.Tensor) -> None:
     """Do nothing: a hook keeps the engine from using gradients that were not reduced."""
-
-
-def _require_alike(roster: Roster) -> None:
-    own = roster.members[roster.own]
-    for member in roster.members:
-        if member.model != own.model:
-            raise ReplicaGroupError(
-                f"replica groups {own.name} and {member.name} differ in names, shapes or dtypes of "
-                "parameters, in which of them are trainable, or in which modules are sharded; "
-                "build and shard one model in all groups"
-            )
-        if member.mesh != own.mesh or (own.mesh and member.ranks != own.ranks):
-            described = [
-                f"{each.name} of {each.ranks} ranks over {each.mesh or 'all of them'}"
-                for each in (own, member)
-            ]
-            raise ReplicaGroupError(
-                f"replica groups shard over different meshes: {' and '.join(described)}; give all "
-                "groups one mesh with equal placements, or shard over all ranks of each group"
-            )
-    names = [member.name for member in roster.members]
-    if len(set(names)) < len(names):
-        raise ReplicaGroupError(
-            f"two replica groups have one name, among {', '.join(names)}; give each its own"
-        )
-
-
-def _log_roster(roster: Roster) -> None:
-    joins = [
-        f"{roster.members[at].name} joins from {roster.members[source].name}"
-        for at, source in sorted(roster.sources.items())
-    ]
-    _log.info(
-        "quorum %d, step %d: %s",
-        roster.number,
-        roster.state.step,
-        "; ".join([f"groups {', '.join(roster.names(roster.contributors))}", *joins]),
-    )

@@ -1,14 +1,14 @@
 """The connections of one rank to ranks of other groups, for one quorum.
 
 Owns the meeting of groups in the quorum's store, the process groups between them, and the messages,
-in host memory: pieces of a reduction, votes, numbers of a group. An error closes the connections,
-so that the other ranks notice at once. Refuses: deciding what an error means.
+in host memory: pieces of a reduction, operations, numbers of a group. An error closes the
+connections, so that the other ranks notice at once. Refuses: deciding what an error means.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -19,12 +19,15 @@ import torch.distributed as dist
 from fullshard.comm import Layout
 from fullshard.comm.spi import SeveralWorks, exchange
 from fullshard.elastic.compat import end_of
+from fullshard.elastic.errors import ReplicaGroupError
 from fullshard.elastic.membership import Member, Quorum, Roster
-from fullshard.elastic.pieces import Peer, copied_into, packed, packed_numel, pairs_with
+from fullshard.elastic.pieces import Peer, copied_into, packed, packed_numel
 
-__all__ = ["Links", "connected", "meet"]
+__all__ = ["STEP_END", "Links", "connected", "meet"]
 
-_CONTROL = 1  # the tag of votes and numbers: gloo ends a process where messages differ in size
+STEP_END = "the end of the step"
+_CONTROL = 1  # the tag of operations and numbers; pieces of a reduction have another one
+_OPERATION = 160  # bytes of the text of an operation: messages of one size
 
 
 def meet(quorum: Quorum, own: Member, rank: int, timeout: float) -> tuple[Roster, dist.Store]:
@@ -41,12 +44,12 @@ def meet(quorum: Quorum, own: Member, rank: int, timeout: float) -> tuple[Roster
     client = dist.TCPStore(
         host, int(port), is_master=False, wait_for_workers=False, timeout=patience
     )
-    store = dist.PrefixStore(f"fullshard/{quorum.number}", client)
+    store = dist.PrefixStore(f"fullshard/{quorum.key}", client)
     if rank == 0:
         store.set(f"member/{quorum.own}", json.dumps(asdict(own)))
     told = [store.get(f"member/{at}") for at in range(len(quorum.names))]
     members = tuple([Member(**json.loads(each)) for each in told])
-    return Roster(number=quorum.number, members=members, own=quorum.own), store
+    return Roster(quorum=quorum, members=members, own=quorum.own), store
 
 
 class Links:
@@ -77,11 +80,12 @@ class Links:
                 "all",
                 [(at, q) for at, size in enumerate(sizes) for q in range(size)],
             )
-        self._own = self.peers.index((roster.own, rank))
+        self._others = [at for at, (place, _) in enumerate(self.peers) if place != roster.own]
         self._sizes = sizes
         self._process_group: dist.ProcessGroup | None = None
         if len(self.peers) > 1:
-            self._process_group = connected(store, lane, self._own, len(self.peers), timeout)
+            own = self.peers.index((roster.own, rank))
+            self._process_group = connected(store, lane, own, len(self.peers), timeout)
 
     def close(self) -> None:
         """Close the connections; ranks that wait for this one get an error."""
@@ -146,14 +150,36 @@ class Links:
                 copied_into(whole, came[at], layout, self._here, self._peer(at))
         return whole
 
-    def votes(self, vote: torch.Tensor) -> dict[tuple[int, int], torch.Tensor]:
-        """Return the votes of the ranks that this one pairs with, by group and rank.
+    def require_same(self, operation: str) -> None:
+        """Compare what all connected ranks do next; gloo ends a process where sizes differ.
 
         Args:
-            vote: this rank's, ``[n]``.
+            operation: what this rank does, in words.
+
+        Raises:
+            RuntimeError: on all connected ranks, if one of them is at ``STEP_END`` before others.
+            ReplicaGroupError: on all connected ranks, if one of them does something else.
         """
-        came = self._among_pairs(vote, lambda at: True, lambda at: True)
-        return {peer: each for peer, each in zip(self.peers, came, strict=True) if each.numel()}
+        text = operation.encode()[:_OPERATION].ljust(_OPERATION)
+        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        came = {at: torch.empty_like(mine) for at in self._others}
+        self._control(dict.fromkeys(self._others, mine), came)
+        theirs = {at: bytes(e.tolist()).decode(errors="replace").rstrip() for at, e in came.items()}
+        others = [at for at, each in came.items() if not torch.equal(each, mine)]
+        if not others:
+            return
+        place, rank = self.peers[others[0]]
+        told = (
+            f"replica group {self.roster.members[self.roster.own].name} is at {operation}, and "
+            f"rank {rank} of replica group {self.roster.members[place].name} is at "
+            f"{theirs[others[0]]}"
+        )
+        if STEP_END in (operation, *theirs.values()):  # a backward that raised reduces less
+            raise RuntimeError(told)
+        raise ReplicaGroupError(
+            f"{told}; all groups must reduce the same modules in the same order. For modules that "
+            "a group may skip, call model.set_canonical_order() in all groups"
+        )
 
     def from_contributors(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return the ``values`` of one rank per contributing group, in the order of groups.
@@ -162,39 +188,27 @@ class Links:
         """
         contributors, here = self.roster.contributors, self._here
         mine = self.roster.own in contributors
-        came = self._among_pairs(
-            values,
-            sends=lambda at: mine and self._peer(at).rank % here.ranks == here.rank,
-            receives=lambda at: (
-                self.peers[at][0] in contributors
-                and here.rank % self._sizes[self.peers[at][0]] == self.peers[at][1]
-            ),
-        )
-        arrived = {
-            place: each for (place, _), each in zip(self.peers, came, strict=True) if each.numel()
-        }
+        sent: dict[int, torch.Tensor] = {}
+        came: dict[int, torch.Tensor] = {}
+        for at in self._others:
+            place, rank = self.peers[at]
+            if mine and rank % here.ranks == here.rank:
+                sent[at] = values
+            if place in contributors and here.rank % self._sizes[place] == rank:
+                came[at] = torch.empty_like(values)
+        self._control(sent, came)
+        arrived = {self.peers[at][0]: each for at, each in came.items()}
         arrived[self.roster.own] = values
         return [arrived[place] for place in contributors]
 
-    def _among_pairs(
-        self,
-        values: torch.Tensor,
-        sends: Callable[[int], bool],
-        receives: Callable[[int], bool],
-    ) -> list[torch.Tensor]:
-        """Return what came from the peers that this rank pairs with; empty from others."""
-        nothing = values.new_empty(0)
-        sent, came = [nothing] * len(self.peers), [nothing] * len(self.peers)
-        for at, (place, _) in enumerate(self.peers):
-            if place != self.roster.own and pairs_with(self._here, self._peer(at)):
-                sent[at] = values if sends(at) else nothing
-                came[at] = torch.empty_like(values) if receives(at) else nothing
-        group = self._connection() if len(self.peers) > 1 else None
-        if group is not None:
-            asked = [group.recv([e], at, _CONTROL) for at, e in enumerate(came) if e.numel()]
-            given = [group.send([e], at, _CONTROL) for at, e in enumerate(sent) if e.numel()]
-            SeveralWorks([*asked, *given]).wait()
-        return came
+    def _control(self, sent: Mapping[int, torch.Tensor], came: Mapping[int, torch.Tensor]) -> None:
+        """Send and receive small messages, by the index of the peer."""
+        if not self._others:
+            return
+        group = self._connection()
+        asked = [group.recv([each], at, _CONTROL) for at, each in came.items() if each.numel()]
+        given = [group.send([each], at, _CONTROL) for at, each in sent.items() if each.numel()]
+        SeveralWorks([*asked, *given]).wait()
 
 
 def connected(

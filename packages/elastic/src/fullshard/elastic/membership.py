@@ -9,15 +9,21 @@ to theirs. Therefore each state has a lineage, a hash of the previous lineage, t
 and the contributing groups. Only groups of equal step and lineage contribute. The remaining groups
 receive the state of a contributing group. A model that was initialised has a random lineage. All
 groups therefore receive the state of one group at the first step.
+
+[Note: odd groups] A group that is built otherwise, or has the name of another group, cannot take
+part. All groups of a quorum know the same descriptions, so each finds the same odd groups. An odd
+group raises. The others connect without it, in the same quorum, and drop no step.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
+
+from fullshard.elastic.errors import ReplicaGroupError
 
 __all__ = ["Coordinator", "Member", "Quorum", "Roster", "next_lineage"]
 
@@ -27,7 +33,8 @@ class Quorum:
     """The groups of a step, as the coordinator gives them.
 
     Attributes:
-        number: grows when the groups change, and after a step that was not committed.
+        number: grows when the groups change, and after a step that was not committed; no two
+            quorums with one store have equal numbers.
         names: one per group, in the order of ranks; unique for each start of a group.
         own: the place of this group in ``names``.
         store: the address of a ``TCPStore`` that all groups reach.
@@ -37,6 +44,12 @@ class Quorum:
     names: tuple[str, ...]
     own: int
     store: str
+
+    @property
+    def key(self) -> str:
+        """A text that no other quorum has."""
+        names = hashlib.blake2b(",".join(self.names).encode(), digest_size=8).hexdigest()
+        return f"{self.number}.{names}"
 
 
 class Coordinator(Protocol):
@@ -79,6 +92,8 @@ class Member:
         lineage: see [Note: lineage].
         model: a digest of names, shapes and dtypes of the parameters.
         mesh: over which ranks the model is sharded; empty: over all ranks of the group, in order.
+        sums: how the group adds gradients, in words.
+        committed: whether the group has committed a step since its start.
     """
 
     name: str
@@ -88,6 +103,35 @@ class Member:
     lineage: str
     model: str
     mesh: str = ""
+    sums: str = ""
+    committed: bool = False
+
+    @property
+    def build(self) -> tuple[object, ...]:
+        """What must be equal in all groups."""
+        return (self.model, self.mesh, self.ranks if self.mesh else 0, self.sums)
+
+    def odds(self, other: Member) -> str:
+        """Return in which way this group and ``other`` are built otherwise, for an error."""
+        if self.model != other.model:
+            return (
+                f"replica groups {self.name} and {other.name} differ in names, shapes or dtypes of "
+                "parameters, in which of them are trainable, in which modules are sharded, or in "
+                "the names that carry() was given; build and shard one model in all groups"
+            )
+        if self.sums != other.sums:
+            return (
+                f"replica group {self.name} {self.sums}, and replica group {other.name} "
+                f"{other.sums}; give all groups equal average and between"
+            )
+        described = [
+            f"{each.name} of {each.ranks} ranks over {each.mesh or 'all of them'}"
+            for each in (self, other)
+        ]
+        return (
+            f"replica groups shard over different meshes: {' and '.join(described)}; give all "
+            "groups one mesh with equal placements, or shard over all ranks of each group"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +139,12 @@ class Roster:
     """The groups of a quorum, and who does what.
 
     Attributes:
-        number: of the quorum.
+        quorum: as the coordinator gave it.
         members: the groups, in the order of ranks.
-        own: the place of this group.
+        own: the place of this group in ``members``.
     """
 
-    number: int
+    quorum: Quorum
     members: tuple[Member, ...]
     own: int
 
@@ -131,27 +175,61 @@ class Roster:
         """Return the names of the groups in ``places``."""
         return tuple([self.members[at].name for at in places])
 
+    @property
+    def summary(self) -> str:
+        """The groups and what they do, in words."""
+        joins = [
+            f"{self.members[at].name} joins from {self.members[source].name}"
+            for at, source in sorted(self.sources.items())
+        ]
+        groups = f"groups {', '.join(self.names(self.contributors))}"
+        return f"quorum {self.quorum.number}, step {self.state.step}: {'; '.join([groups, *joins])}"
+
     def settled(self, step: int, batches: int, lineage: str) -> Roster:
         """Return the roster after a committed step: all have one state."""
-        members = tuple(
-            [
-                Member(
-                    name=each.name,
-                    ranks=each.ranks,
-                    step=step,
-                    batches=batches,
-                    lineage=lineage,
-                    model=each.model,
-                    mesh=each.mesh,
-                )
-                for each in self.members
-            ]
-        )
-        return Roster(number=self.number, members=members, own=self.own)
+        members = [
+            replace(each, step=step, batches=batches, lineage=lineage, committed=True)
+            for each in self.members
+        ]
+        return replace(self, members=tuple(members))
+
+    def alike(self) -> Roster:
+        """Return the roster without odd groups; see [Note: odd groups].
+
+        The groups that are built like the reference stay. The reference is a group that has
+        committed a step, of the most frequent build, with most steps, and the first one of those.
+        Of several groups with one name, the one stays that the same order names.
+
+        Raises:
+            ReplicaGroupError: if this group is odd.
+        """
+        own = self.members[self.own]
+        builds = Counter(member.build for member in self.members)
+
+        def weight(at: int) -> tuple[bool, int, int, int]:
+            member = self.members[at]
+            return member.committed, builds[member.build], member.step, -at
+
+        order = sorted(range(len(self.members)), key=weight, reverse=True)
+        reference = self.members[order[0]]
+        if own.build != reference.build:
+            raise ReplicaGroupError(own.odds(reference))
+        kept: dict[str, int] = {}
+        for at in order:
+            if self.members[at].build == reference.build:
+                kept.setdefault(self.members[at].name, at)
+        if kept[own.name] != self.own:
+            raise ReplicaGroupError(
+                f"another replica group with the name {own.name} takes part; give each group its "
+                "own name, and start it once"
+            )
+        places = sorted(kept.values())
+        members = tuple([self.members[at] for at in places])
+        return replace(self, members=members, own=places.index(self.own))
 
 
-def next_lineage(before: str, roster: Roster, step: int) -> str:
-    """Return the lineage of the state after ``step``; see [Note: lineage]."""
-    names = ",".join(roster.names(roster.contributors))
-    text = f"{before}|{roster.number}|{step}|{names}"
+def next_lineage(roster: Roster) -> str:
+    """Return the lineage of the state after the step of ``roster``; see [Note: lineage]."""
+    before, names = roster.state, ",".join(roster.names(roster.contributors))
+    text = f"{before.lineage}|{roster.quorum.key}|{before.step}|{names}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

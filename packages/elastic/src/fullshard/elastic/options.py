@@ -30,7 +30,8 @@ class ElasticOptions:
             state of a run that its group joins.
         quorum_timeout: seconds that a group waits for a quorum at the beginning of a step.
         min_groups: a step with fewer contributing groups is not committed.
-        max_dropped: after this many dropped steps in a row, ``commit`` raises.
+        max_dropped: after more dropped steps in a row, ``commit`` raises. A group that joins raises
+            after half as many: a state that does not arrive must not end the other groups.
         average: whether gradients are averaged over groups; False adds them, for a loss that is
             divided by the tokens of all groups.
         between: ``torch.bfloat16`` sends gradients in that dtype between groups; they are added in

@@ -123,7 +123,7 @@ def packed_numel(layout: Layout, here: Peer, there: Peer) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def specs_digest(specs: tuple[TensorSpec, ...]) -> int:
-    """Return a number that differs, most probably, for other tensors."""
-    text = repr([(spec.shape, str(spec.dtype), spec.dim) for spec in specs])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+def specs_digest(specs: tuple[TensorSpec, ...], mask_numel: int) -> str:
+    """Return a text that differs, most probably, for other tensors or another mask."""
+    text = repr([mask_numel, *[(spec.shape, str(spec.dtype), spec.dim) for spec in specs]])
+    return hashlib.blake2b(text.encode(), digest_size=7).hexdigest()

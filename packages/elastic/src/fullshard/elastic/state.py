@@ -23,6 +23,7 @@ from fullshard.checkpoint import (
     snapshot,
 )
 from fullshard.checkpoint.spi import Box, as_cut, box_here
+from fullshard.elastic.errors import ReplicaGroupError
 from fullshard.sharding import FSDPModule
 from fullshard.sharding.spi import groups_of, local_shard, sharded_of, spec_of
 
@@ -77,13 +78,13 @@ class ReplicaState:
         self._params = {name: sharded_of(param) for name, param in named}
 
     def digest(self) -> str:
-        """Return a digest of parameters and sharded modules, which are equal in all groups."""
+        """Return a digest of what is equal in all groups: parameters, sharded modules, names."""
         found = [
             (name, tuple(param.shape), str(param.dtype), param.requires_grad)
             for name, param in self._model.named_parameters()
         ]
         sharded = [n for n, m in self._model.named_modules() if isinstance(m, FSDPModule)]
-        text = repr((found, sharded))
+        text = repr((found, sharded, sorted(self._others)))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def mesh(self, process_group: dist.ProcessGroup | None) -> str:
@@ -127,6 +128,21 @@ class ReplicaState:
             module = torch.get_device_module(self._device)
             found["device"] = module.get_rng_state(self._device)
         return found
+
+    def require_fits(self, structure: Any) -> None:
+        """Check that ``structure`` has each buffer of this group; parameters were compared before.
+
+        Raises:
+            ReplicaGroupError: if a buffer is missing, or has another shape.
+        """
+        for name, buffer in self._model.named_buffers(remove_duplicate=False):
+            slot = structure["model"].get(name)
+            if slot is None or slot.shape != tuple(buffer.shape):
+                there = "no such buffer" if slot is None else f"shape {slot.shape}"
+                raise ReplicaGroupError(
+                    f"buffer {name} has shape {tuple(buffer.shape)}, and in the state of the run "
+                    f"{there}; build one model in all groups"
+                )
 
     def wanted(self, structure: Any) -> list[Box]:
         """Return which part of each tensor of ``structure`` this rank needs, after ``look``."""
