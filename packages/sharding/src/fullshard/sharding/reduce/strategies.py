@@ -11,6 +11,7 @@ optional groups down one long function.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
+    CommStreams,
     ReducedShards,
     ReduceInFlight,
     ReduceScaling,
@@ -25,7 +27,7 @@ from fullshard.comm import (
     all_reduce_shards,
     default_reduce_scatter,
 )
-from fullshard.comm.spi import AllReduceInFlight, ReducePlan, SecondReduceInFlight, rank_major
+from fullshard.comm.spi import NOTHING, AllReduceInFlight, ReducePlan, SecondReduceInFlight, rank_major
 from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.params.param import FSDPParam
 
@@ -76,6 +78,10 @@ class PlainReduce:
         """
         return plan.launch
 
+    def at_result(self, streams: CommStreams) -> AbstractContextManager[object]:
+        """Return a context in which the stream of the last reduction is current."""
+        return streams.use(streams.reduce)
+
     @property
     def partial_params(self) -> Sequence[tuple[FSDPParam, ...]]:
         """The parameters of each partial result that waits for a later reduction."""
@@ -119,6 +125,10 @@ class AliasReduce(PlainReduce):
         """Return a function that launches nothing where gradients can be used directly."""
         return partial(self._launch, plan)
 
+    def at_result(self, streams: CommStreams) -> AbstractContextManager[object]:
+        """Return a context that changes nothing: the gradients are of the current stream."""
+        return NOTHING
+
     def _launch(self, plan: ReducePlan, gradients: Gradients) -> InFlight:
         """Return the gradients if all can be used directly; otherwise reduce-scatter."""
         config, shards = plan.config, []
@@ -160,6 +170,10 @@ class TwoReductions(PlainReduce):
         self._begun: list[tuple[_Key, ReduceInFlight]] = []  # partial ones, in this backward
         self._ended: list[tuple[_Key, ReduceInFlight]] = []  # in one whose end did not wait
         self._sent: list[_Key] = []
+
+    def at_result(self, streams: CommStreams) -> AbstractContextManager[object]:
+        """Return a context in which the stream of the second reduction is current."""
+        return streams.use(streams.all_reduce)
 
     @property
     def partial_params(self) -> Sequence[tuple[FSDPParam, ...]]:
