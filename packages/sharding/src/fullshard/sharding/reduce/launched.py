@@ -107,7 +107,8 @@ class ReductionSetup:
         """The function that launches it: by default ``ReducePlan.launch``; see ``launch_of``."""
         forms = [param.grad_sent for param in self.params]
         plan = self.wire.reduction(self.layout, forms, self.config)
-        return self.strategy.launch_of(plan, self.params, self.scaling)
+        survives = self.settings.survives_errors
+        return self.strategy.launch_of(plan, self.params, self.scaling, survives_errors=survives)
 
     @cached_property
     def nbytes(self) -> int:
@@ -226,6 +227,7 @@ class LaunchedReduction:
 
     def _set_gradient(self, param: FSDPParam, gradient: torch.Tensor) -> None:
         present = param.sharded.grad
+        gradient = gradient.to(param.sharded.dtype)  # which may be another since it landed
         if present is None:
             made: Any = make_dtensor(gradient, param.spec)
             made.noted_storage = NotedStorage((made.untyped_storage(),))
