@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 

@@ -435,6 +435,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "checkpointed": {"checkpointed": "non-reentrant"},
     "checkpointed-reentrant": {"checkpointed": "reentrant"},
     "recovered": {"backward": _raises},
+    "recovered-pageable": {
+        "backward": _raises,
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+    },
     "recovered-ahead": {
         "backward": _raises,
         "prefetch_policy": DepthPrefetch(forward=2, backward=2),

@@ -67,9 +67,6 @@ LEFT_OUT: dict[Site, str] = {
     ("StepSettings.finalize_backward", "handle.wait()"): (
         "sets the gradients; the wait is in LaunchedReduction.wait"
     ),
-    ("LaunchedReduction.discard", "self.wait()"): (
-        "matters after an interrupt at the end of backward; else a later reduction is in flight"
-    ),
     ("LaunchedReduction.land", "self.in_flight.wait()"): _OWN_STREAM,
     ("ReductionQueue._await_landed", "reduction.wait()"): "changed in LaunchedReduction.wait",
     ("TwoReductions._add", "reduction.wait()"): _OWN_STREAM,

@@ -319,7 +319,11 @@ class GroupGradients(ReductionSetups):
             left = param.autograd_grad
             if left is None:
                 continue
-            if self.settings.survives_errors or param in self._sums or left.dtype != param.reduce_dtype:
+            if (
+                self.settings.survives_errors
+                or param in self._sums
+                or left.dtype != param.reduce_dtype
+            ):
                 self.set_grad(param, self.take_of(param))
 
     def _drop(self, *, keep: bool) -> None:

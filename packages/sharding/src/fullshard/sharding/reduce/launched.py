@@ -3,12 +3,13 @@
 Owns how a group reduces (``ReductionSetup``), and what one launched reduction still has to do
 (``LaunchedReduction``). ``ReductionQueue`` decides when.
 
-[Note: landing] A result lands before the next reduction is launched: the user's function is called,
-shards are cast to the stored dtype, copied where parameters live, and added to gradients of earlier
-backwards. All of that runs on the stream of the reduction, so no computation waits for it, and the
-buffer of the result is free for the next reduction. Torch's ``fully_shard`` does the same. What is
-not added becomes ``.grad`` at the end of the backward: a backward that raises leaves no new
-gradient. What was added stays. With ``survives_errors``, or an offload, all is added at the end.
+[Note: landing] A result lands when it is launched, if the host waits for nothing then, and else
+before the next launch: the user's function is called, and shards are cast to the stored dtype,
+copied where parameters live, and added to gradients of earlier backwards. All of that runs on the
+stream of the reduction, so no computation waits for it, and the memory of the result is free for
+the next reduction. Torch's ``fully_shard`` does the same. What is not added becomes ``.grad`` at
+the end of the backward: a backward that raises leaves no new gradient. What was added stays. With
+``survives_errors``, or an offload, all is added at the end.
 
 [Note: whose gradients] What a reduction gives becomes ``.grad`` and belongs to the user from then
 on: no later reduction fills that memory again, and ``zero_grad(set_to_none=True)`` frees it.
@@ -127,6 +128,12 @@ class ReductionSetup:
         return not self.offloads and not self.settings.survives_errors
 
     @cached_property
+    def lands_at_once(self) -> bool:
+        """Whether landing blocks no host: only copies to pinned memory leave the device."""
+        pins = [declares(each, "pin_memory") for each in self.offloads.values()]
+        return all(pins) and not self.config.streams.asynchronous_work
+
+    @cached_property
     def stores_gradients(self) -> bool:
         """Whether a policy of them stores gradients; see ``GradientOffload``."""
         return any(declares(each, "stores_gradients") for each in self.offloads.values())
@@ -134,7 +141,6 @@ class ReductionSetup:
 
 ReadyReductions = Sequence[tuple[ReductionSetup, Gradients]]
 """Reductions that are to be launched now, and the full gradients on their way into each."""
-
 
 
 @dataclass(eq=False, kw_only=True, slots=True)

@@ -27,7 +27,13 @@ from fullshard.comm import (
     all_reduce_shards,
     default_reduce_scatter,
 )
-from fullshard.comm.spi import NOTHING, AllReduceInFlight, ReducePlan, SecondReduceInFlight, rank_major
+from fullshard.comm.spi import (
+    NOTHING,
+    AllReduceInFlight,
+    ReducePlan,
+    SecondReduceInFlight,
+    rank_major,
+)
 from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.params.param import FSDPParam
 
@@ -271,7 +277,9 @@ class TwoReductions(PlainReduce):
         """Drop the gradients of an unfinished backward; all gradients if not ``keep``."""
         self._begun.clear()
         if keep:
-            self._partial.update({key: each for key, each in self._sent.items() if each is not None})
+            self._partial.update(
+                {key: each for key, each in self._sent.items() if each is not None}
+            )
         else:
             self._partial.clear()
             self._ended.clear()
