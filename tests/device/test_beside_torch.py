@@ -39,20 +39,27 @@ class Setup:
         before: is called with the model and whether the next backward is the last of the step.
     """
 
-    options: Callable[[Any], dict[str, Any]] = lambda policies: {}
+    options: Callable[[Any], dict[str, Any]] = lambda chosen: {}
     dtype: torch.dtype = torch.float32
     micro_batches: int = 1
     before: Callable[[Any, bool], object] = lambda model, last: None
 
 
 def _reduced_in(dtype: torch.dtype, param_dtype: torch.dtype | None = None) -> Any:
-    return lambda policies: {
-        "mp_policy": policies.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=dtype)
+    return lambda chosen: {
+        "mp_policy": chosen.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=dtype)
     }
 
 
-def _offload(policies: Any) -> dict[str, Any]:
-    return {"offload_policy": policies.CPUOffloadPolicy()}
+def _offload(chosen: Any) -> dict[str, Any]:
+    return {"offload_policy": chosen.CPUOffloadPolicy()}
+
+
+def _state_on_cpu(chosen: Any) -> dict[str, Any]:
+    """Return the option of ours that torch lacks: its parameters stay on the device."""
+    if chosen is not policies:
+        return {}
+    return {"offload_policy": policies.CPUOffloadPolicy(parameters=False)}
 
 
 def _hooked(model: Any, last: bool) -> None:
@@ -71,6 +78,7 @@ SHARDED = {
     ),
     "computed in bf16": Setup(options=_reduced_in(torch.float32, torch.bfloat16)),
     "accumulated": Setup(micro_batches=2),
+    "accumulated, state on the CPU": Setup(options=_state_on_cpu, micro_batches=2),
     "accumulated, not waited for": Setup(
         micro_batches=2, before=lambda model, last: model.set_is_last_backward(last)
     ),
@@ -85,13 +93,13 @@ REPLICATED = {
 
 
 def _peak(engine: Engine, setup: Setup, width: int, mesh: DeviceMesh) -> int:
-    """The most memory of a backward in the last of some steps."""
+    """The most memory of the last of some steps."""
     gc.collect()  # or the other engine's model counts as this one's
-    api, policies = engine
+    api, chosen = engine
     blocks = [MLPBlock(width) for _ in range(BLOCKS)]
     model: Any = nn.Sequential(*blocks).to(CARD, setup.dtype)
     for module in (*model, model):
-        api.fully_shard(module, mesh=mesh, **setup.options(policies))
+        api.fully_shard(module, mesh=mesh, **setup.options(chosen))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     for _ in range(STEPS):
         card.synchronize()

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import compress, islice
+from itertools import compress, islice, repeat
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,7 @@ from torch import nn
 from fullshard.comm import Layout, ReduceConfig, ReducedShards, ReduceScaling, ReduceScatter
 from fullshard.comm.spi import StreamEvent
 from fullshard.sharding.base.compat import (
+    gradients_of,
     hooks_after_accumulation,
     local_shard,
     make_dtensor,
@@ -188,7 +189,7 @@ class LaunchedReduction:
         if self.in_flight is None:
             return
         strategy, streams = self.setup.strategy, self.setup.config.streams
-        with strategy.at_result(streams), without_torch_function():
+        with strategy.at_result(streams):
             result = self.in_flight.wait()
             if self.calls_hook:
                 self.calls_hook = False
@@ -204,14 +205,16 @@ class LaunchedReduction:
         if self.used_here is not None:
             assert result.mask is not None, "every reduction of a group carries the mask"
             self.mask = result.mask > 0
-        adds, landed = self.setup.adds_in_backward, self.landed
-        given = zip(self.setup.params, result.shards, strict=True)
-        for param, shard in islice(given, len(landed), None):
+        params, landed = self.setup.params, self.landed
+        adds = self.setup.adds_in_backward
+        earlier = gradients_of([param.sharded for param in params]) if adds else repeat(None)
+        given = zip(params, result.shards, earlier, strict=False)
+        for param, shard, present in islice(given, len(landed), None):
             if shard.dtype is not param.lands_in:
                 shard = param.stage_gradient(shard)
-            present = param.sharded.grad if adds else None
             if present is not None:
-                local_shard(present).add_(shard)
+                with without_torch_function():
+                    local_shard(present).add_(shard)
             landed.append(shard if present is None else None)
 
     def commit(self, used: Sequence[bool] | None) -> list[nn.Parameter]:

@@ -51,10 +51,10 @@ class ReductionQueue:
                 used_here=None if setup.settings.zero_unused or all(used_here) else used_here,
                 calls_hook=setup.settings.hook is not None and setup.strategy.gives_gradients,
             )
-            if setup.lands_at_once:
-                reduction.land()
             self._pending.append(reduction)
             self._travelling.append(reduction)
+            if setup.lands_at_once:
+                reduction.land()
 
     def launch_second(self) -> None:
         """Launch what follows the reduce-scatters, before the first is waited for.
