@@ -228,24 +228,24 @@ class LaunchedReduction:
         given = zip(self.setup.params, landed, strict=True)
         with without_torch_function():
             for param, gradient in given if used is None else compress(given, used):
-                if gradient is not None:
-                    self._set_gradient(param, gradient)
-                if hooks_after_accumulation(param.sharded):
-                    hooked_params.append(param.sharded)
+                sharded = param.sharded
+                present = sharded.grad
+                if gradient is not None and gradient.dtype is not sharded.dtype:
+                    gradient = gradient.to(sharded.dtype)  # the parameter changed since it landed
+                if gradient is None:
+                    pass
+                elif present is None:
+                    made: Any = make_dtensor(gradient, param.spec)
+                    made.noted_storage = NotedStorage((made.untyped_storage(),))
+                    sharded.grad = made
+                elif self.setup.stores_gradients and declares(param.offload, "stores_gradients"):
+                    store = cast(GradientOffload, param.offload)
+                    store.accumulate(local_shard(present), gradient)
+                else:
+                    local_shard(present).add_(gradient)
+                if hooks_after_accumulation(sharded):
+                    hooked_params.append(sharded)
         return hooked_params
-
-    def _set_gradient(self, param: FSDPParam, gradient: torch.Tensor) -> None:
-        present = param.sharded.grad
-        gradient = gradient.to(param.sharded.dtype)  # which may be another since it landed
-        if present is None:
-            made: Any = make_dtensor(gradient, param.spec)
-            made.noted_storage = NotedStorage((made.untyped_storage(),))
-            param.sharded.grad = made
-        elif self.setup.stores_gradients and declares(param.offload, "stores_gradients"):
-            store = cast(GradientOffload, param.offload)
-            store.accumulate(local_shard(present), gradient)
-        else:
-            local_shard(present).add_(gradient)
 
     def wait(self) -> None:
         """Make the current stream wait for the landing."""
