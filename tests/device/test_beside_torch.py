@@ -21,7 +21,7 @@ from support.ranks import cpu_mesh, distributed
 
 pytestmark = pytest.mark.device
 
-BLOCKS, STEPS = 4, 3
+BLOCKS, STEPS = 8, 2  # enough blocks that all their reduced gradients are more than one's buffers
 BAR = 0.95  # of torch's peak, in the plain set-up
 
 TORCHS, OURS = (torch_fsdp, torch_fsdp), (sharding, policies)
@@ -93,24 +93,24 @@ REPLICATED = {
 
 
 def _peak(engine: Engine, setup: Setup, width: int, mesh: DeviceMesh) -> int:
-    """The most memory of the last of some steps."""
+    """The most memory of forwards and backwards in the last of some steps."""
     gc.collect()  # or the other engine's model counts as this one's
     api, chosen = engine
     blocks = [MLPBlock(width) for _ in range(BLOCKS)]
     model: Any = nn.Sequential(*blocks).to(CARD, setup.dtype)
     for module in (*model, model):
         api.fully_shard(module, mesh=mesh, **setup.options(chosen))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    optimizer, peak = torch.optim.SGD(model.parameters(), lr=1e-3), 0
     for _ in range(STEPS):
         card.synchronize()
         card.reset_peak_memory_stats()
         for number in range(setup.micro_batches):
             setup.before(model, number == setup.micro_batches - 1)
             model(torch.randn(2, width, device=CARD, dtype=setup.dtype)).square().mean().backward()
+        card.synchronize()
+        peak = card.max_memory_allocated()
         optimizer.step()
         optimizer.zero_grad()
-    card.synchronize()
-    peak: int = card.max_memory_allocated()
     return peak
 
 
