@@ -6,12 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 from fullshard.preflight.races import check
-from fullshard.sharding.reduce.reduction import ReductionQueue
 from support.products import few
 from support.races.mutations import MUTATIONS, Mutation, mutated
 from support.races.programs import PROGRAMS
@@ -19,11 +17,11 @@ from support.races.sites import KEPT, LEFT_OUT, changed_sites, kept, sites
 
 # One for each of these functions, which are quick to watch; the rest in the matrix.
 _QUICK = {
-    "_stage_all",
     "all_gather_tensors",
     "arrived",
     "discard",
     "fill",
+    "land",
     "launch",
     "launched",
     "reduce_scatter_tensors",
@@ -45,7 +43,6 @@ _LOST: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = {
         "plain",
     ),
     "wait": (lambda: _without("streams.all_reduce.wait_event(self._reduction.event)"), "plain"),
-    "_launch": (lambda: patch.object(ReductionQueue, "commit_sealed"), "partial-not-last"),
 }
 """By function of a redundant line, a change and a program in which its ordering is lost."""
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 
 from fullshard.comm import (
     CollectiveMismatchError,
@@ -74,14 +75,14 @@ def _run_stack(model: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _stack(**options: Any) -> tuple[Any, nn.Module]:
+def _stack(shard: Any = fully_shard, **options: Any) -> tuple[Any, nn.Module]:
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
     net: Any = Assembled(_run_stack, layers=layers)
     plain = copy.deepcopy(net)
     for layer in net.layers:
-        fully_shard(layer, **options)
-    return fully_shard(net, **options), plain
+        shard(layer, **options)
+    return shard(net, **options), plain
 
 
 @distributed(2)
@@ -116,12 +117,14 @@ def _fail(net: Any) -> None:
         _backward(net, 99)
 
 
-def _assert_gradients_of(net: Any, plain: nn.Module, *micros: int) -> None:
+def _assert_gradients_of(net: Any, plain: nn.Module, *micros: int, within: str = "") -> None:
+    """Compare the gradients of ``net``, which is the module ``within`` the sharded model."""
     world_size = dist.get_world_size()
     for micro in micros:
         for rank in range(world_size):
             (plain(_batch(micro, rank)).sum() / world_size).backward()
-    for param, whole in zip(net.parameters(), plain.parameters(), strict=True):
+    expected = plain.get_submodule(within).parameters()
+    for param, whole in zip(net.parameters(), expected, strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), whole.grad)
 
 
@@ -136,7 +139,7 @@ class Given:
     Attributes:
         off: settings that are off for the two.
         off_too: those that are off for the one that raises, too.
-        keeps: whether the user asked to keep what was not communicated.
+        keeps: whether the user asked to keep gradients of earlier backwards.
         survive: whether the gradients of the two reach the end of the step.
         by_hand: whether backwards are finished by hand, once.
     """
@@ -149,8 +152,8 @@ class Given:
 
 
 ON_SHARDS = {
-    "reduced": Given(),
-    "not waited for": Given(off=(WAITS,)),
+    "reduced, kept": Given(keeps=True),
+    "not waited for, kept": Given(off=(WAITS,), keeps=True),
     "not synchronised": Given(off=(SYNC,), survive=False),
     "not synchronised, kept": Given(off=(SYNC,), keeps=True),
     "not synchronised, kept, as the one that raises": Given(
@@ -214,6 +217,25 @@ def test_gradients_of_backwards_before_one_that_raises_survive_or_are_dropped_lo
 @distributed(4)
 def test_so_do_partial_results_of_a_hybrid_mesh(name: str) -> None:
     _assert_survive(ON_REPLICAS[name], mesh=cpu_mesh((2, 2), ("replicate", "shard")))
+
+
+@distributed(2)
+def test_a_backward_that_raises_may_have_added_to_earlier_gradients_as_in_torch() -> None:
+    """Of each group all or nothing; see [Note: landing]. What it gave first is dropped."""
+    net, plain = _stack()
+    net.set_reduce_bucket_cap(0)
+    for model in (net, _stack(shard=torch_fsdp.fully_shard)[0]):
+        _backward(model, 0)
+        layers = [nn.ParameterList(layer.parameters()) for layer in model.layers]
+        _fail(model)
+        for layer, micros in ((0, (0,)), (2, (0, 99))):
+            plain.zero_grad()
+            _assert_gradients_of(layers[layer], plain, *micros, within=f"layers.{layer}")
+    net.reset_iter_state()
+    net.zero_grad()
+    _fail(net)
+    net.reset_iter_state()
+    assert all(param.grad is None for param in net.parameters())
 
 
 @distributed(2)

@@ -23,13 +23,12 @@ from fullshard.sharding.base.policies import OffloadToCPU
 from fullshard.sharding.gather.compute_shards import CutShards, TwoLevelInputs
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.module_state import ModuleState
-from fullshard.sharding.reduce import reduction
-from fullshard.sharding.reduce.reduction import ReductionQueue
+from fullshard.sharding.reduce import launched
+from fullshard.sharding.reduce.launched import LaunchedReduction
 from fullshard.sharding.reduce.strategies import TwoReductions
 from support.races.orderings import (
     all_reduce_after_reduction,
     gather_after_current,
-    launch_after_earlier_reductions,
 )
 
 
@@ -140,7 +139,7 @@ MUTATIONS = [
         ReduceInFlight,
         "wait",
         "self.plan.config.streams.current().wait_event(self.event)",
-        program="accumulated",
+        program="lists",
     ),
     M(ReducePlan, "launch", "streams.reduce.wait_event(flight.event)"),
     M(ReducePlan, "launch", "streams.record())", "streams.record(streams.reduce))"),
@@ -167,26 +166,32 @@ MUTATIONS = [
     ),
     M(SeveralWorks, "wait", "work.wait(timeout)", program="all-to-all"),
     M(
-        ReductionQueue,
+        LaunchedReduction,
         "discard",
-        "reduction.in_flight.discard()",
-        program="recovered",
+        "self.in_flight.discard()",
+        program="recovered-pageable",
         mesh=_HYBRID,
     ),
+    M(LaunchedReduction, "discard", "self.wait()", program="recovered-accumulated"),
     M(
-        ReductionQueue,
-        "_stage_all",
-        "reduction.in_flight.wait()",
-        "reduction.in_flight.plan.shards_in(reduction.in_flight.output)",
+        LaunchedReduction,
+        "land",
+        "self.event = streams.record()",
+        "self.event = streams.record(streams.copy_in)",
         program="accumulated",
     ),
     M(
-        reduction._LaunchedReduction,
-        "store_early",
-        "self.in_flight.wait()",
-        "self.in_flight._reduction.wait()",
-        program="offloaded-stored",
+        LaunchedReduction,
+        "land",
+        "streams.retire(result.output, streams.reduce, self.event, keep=1)",
+        program="accumulated",
         mesh=_HYBRID,
+    ),
+    M(
+        LaunchedReduction,
+        "wait",
+        "self.setup.config.streams.current().wait_event(self.event)",
+        program="accumulated",
     ),
     # replicas
     M(
@@ -199,13 +204,15 @@ MUTATIONS = [
         AllReduceInFlight,
         "_launch",
         "self._event = streams.record(streams.all_reduce)",
+        program="recovered-pageable",
         mesh=_HYBRID,
     ),
-    M(AllReduceInFlight, "discard", "flight.wait()", program="recovered", mesh=_HYBRID),
+    M(AllReduceInFlight, "discard", "flight.wait()", program="recovered-pageable", mesh=_HYBRID),
     M(
         AllReduceInFlight,
         "wait",
         "streams.current().wait_event(self._event)",
+        program="recovered-pageable",
         mesh=_HYBRID,
     ),
     M(
@@ -220,20 +227,17 @@ MUTATIONS = [
     M(
         TwoReductions,
         "_launch",
-        "earlier.wait().output",
-        "earlier.output",
-        "partial-not-last",
-        _HYBRID,
-        redundant="the next backward begins with a wait for the reductions of earlier ones",
-        ordering=launch_after_earlier_reductions,
+        "streams.retire(partial_sum, streams.reduce, added, keep=1)",
+        program="partial-by-hand",
+        mesh=_HYBRID,
     ),
     M(
-        AllReduceInFlight,
+        TwoReductions,
         "_launch",
-        "output.add_(self._partial)",
-        "output.add_(self._partial); self._partial = None",
-        "partial-by-hand",
-        _HYBRID,
+        "streams.record(streams.all_reduce)",
+        "streams.record(streams.reduce)",
+        program="partial-by-hand",
+        mesh=_HYBRID,
     ),
     # two levels
     M(
@@ -328,13 +332,13 @@ MUTATIONS = [
         program="offloaded",
     ),
     # a user's function of a reduced buffer
-    M(reduction, "_call_hook", "stream.wait_event(streams.record())", program="all-reduce-hook"),
+    M(launched, "_call_hook", "stream.wait_event(streams.record())", program="all-reduce-hook"),
     M(
-        reduction,
+        launched,
         "_call_hook",
         "done = streams.record(stream)",
         "done = streams.record(streams.reduce)",
         "all-reduce-hook",
     ),
-    M(reduction, "_call_hook", "streams.current().wait_event(done)", program="all-reduce-hook"),
+    M(launched, "_call_hook", "streams.current().wait_event(done)", program="all-reduce-hook"),
 ]

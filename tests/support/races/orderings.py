@@ -10,7 +10,6 @@ from unittest.mock import patch
 from fullshard.comm import CommStreams
 from fullshard.comm.collectives.replicas import AllReduceInFlight
 from fullshard.preflight.simulation.streams import Clock, Machine
-from fullshard.sharding.reduce.strategies import TwoReductions
 
 
 def _told(place: Any, name: str, tell: Callable[..., object]) -> Any:
@@ -63,18 +62,4 @@ def all_reduce_after_reduction() -> Iterator[list[bool]]:
         found.append(bool(first) and _within(first, second))
 
     with _told(AllReduceInFlight, "wait", waited):
-        yield found
-
-
-@contextmanager
-def launch_after_earlier_reductions() -> Iterator[list[bool]]:
-    """Whether each reduction of an earlier backward was waited for before the next launch."""
-    found: list[bool] = []
-    launch = TwoReductions._launch
-
-    def launched(strategy: TwoReductions, *args: Any) -> Any:
-        found.extend(earlier.result is not None for _, earlier in strategy._ended)
-        return launch(strategy, *args)
-
-    with patch.object(TwoReductions, "_launch", launched):
         yield found

@@ -287,6 +287,14 @@ def _hooks_program(mesh: DeviceMesh) -> list[float]:
     return [loss.item() for loss in losses]
 
 
+def _raises_late(model: Any, last: bool) -> None:
+    """A backward that fails after it has added to earlier gradients, which are read at once."""
+    loss_of(model).backward()
+    with _failing(model.blocks[0].up.register_full_backward_pre_hook) as failing:
+        failing(loss_of(model).backward)
+    model.reset_iter_state()
+
+
 def _raises(model: Any, last: bool) -> None:
     """A backward that fails half-way, then the recovery, then a good one."""
     up = model.blocks[0].up
@@ -411,12 +419,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "backward": _partial_not_last,
         "prepare": lambda model: model.set_reduce_scatter_max_input_buffers(16),
     },
-    "partial-by-hand": {
-        "steps": 1,
-        "backward": _partial_by_hand,
-        "prepare": lambda model: model.set_reduce_scatter_max_input_buffers(16),
-    },
+    "partial-by-hand": {"steps": 1, "backward": _partial_by_hand},
     "accumulated": {"micro_batches": 3},
+    "recovered-accumulated": {"backward": _raises_late},
     "mixed": {"mp_policy": _HALF},
     "narrow": {"wire_policy": _NARROW},
     "in-blocks": {"wire_policy": _IN_BLOCKS},
@@ -430,6 +435,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "checkpointed": {"checkpointed": "non-reentrant"},
     "checkpointed-reentrant": {"checkpointed": "reentrant"},
     "recovered": {"backward": _raises},
+    "recovered-pageable": {
+        "backward": _raises,
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+    },
     "recovered-ahead": {
         "backward": _raises,
         "prefetch_policy": DepthPrefetch(forward=2, backward=2),

@@ -35,6 +35,7 @@ _MEMORY = "keeps memory for longer, and frees nothing: the wait is in CommStream
 _WORK = "reached without streams only, where a reduction has a handle of its own"
 _SAME_HOST = "between CPU processes of one host, which have no streams"
 _IN_ORDER = "of a synchronous collective, which is in order already"
+_OWN_STREAM = "on the stream that made the result; the host waits without streams"
 _EARLY = (
     "of `early_gradients`, whose optimizers step on the CPU: see tests/optim/test_overlapped.py"
 )
@@ -64,8 +65,11 @@ LEFT_OUT: dict[Site, str] = {
     ("_commit", "streams.record()"): _EARLY,
     ("_commit", "streams.current().wait_event(done)"): _EARLY,
     ("StepSettings.finalize_backward", "handle.wait()"): (
-        "sets the gradients; the wait is in ReductionQueue._stage_all"
+        "sets the gradients; the wait is in LaunchedReduction.wait"
     ),
+    ("LaunchedReduction.land", "self.in_flight.wait()"): _OWN_STREAM,
+    ("ReductionQueue._await_landed", "reduction.wait()"): "changed in LaunchedReduction.wait",
+    ("TwoReductions._add", "reduction.wait()"): _OWN_STREAM,
 }
 """Places that no mutation changes, with the reason."""
 
@@ -76,7 +80,7 @@ _VIEWS = "views of memory that another in this list keeps"
 KEPT: dict[Site, str] = {
     ("AllGatherInFlight", "buffer"): _RELEASED,
     ("AllGatherInFlight", "sources"): "changed in OwnShards.gather",
-    ("AllReduceInFlight", "_partial"): "changed in AllReduceInFlight._launch",
+    ("AllReduceInFlight", "_partial"): "changed in TwoReductions._launch, which retires it",
     ("AllReduceInFlight", "_reduction"): _FLIGHT,
     ("Bucket", "_full"): _VIEWS,
     ("BufferedUnshard", "_full"): _VIEWS,
@@ -87,7 +91,8 @@ KEPT: dict[Site, str] = {
     ("Gathering", "_prepared"): _FLIGHT,
     ("TwoReductions", "_begun"): _FLIGHT,
     ("TwoReductions", "_ended"): _FLIGHT,
-    ("TwoReductions", "_partial"): "AllReduceInFlight._launch changes it, and keeps it for longer",
+    ("TwoReductions", "_partial"): "changed in TwoReductions._launch",
+    ("TwoReductions", "_sent"): "put back after an error",
     ("ReduceInFlight", "output"): _RESULT,
     ("ReduceInFlight", "packed"): _RELEASED,
     ("ReduceSettings", "divide_factor"): "a user's number",
@@ -98,8 +103,9 @@ KEPT: dict[Site, str] = {
     ("SecondReduceInFlight", "_second"): _FLIGHT,
     ("TwoLevelInputs", "_full"): _VIEWS,
     ("FullTensors", "_rows"): _VIEWS + "; padding is used by the current stream alone",
-    ("_LaunchedReduction", "in_flight"): _FLIGHT,
-    ("_LaunchedReduction", "staged"): "gradients soon, used by the current stream alone",
+    ("LaunchedReduction", "in_flight"): _FLIGHT,
+    ("LaunchedReduction", "landed"): "gradients soon, which the current stream waits for",
+    ("LaunchedReduction", "mask"): "read by the host, after the same wait",
 }
 """By class and attribute, what keeps memory while something is in flight; who answers for it."""
 

@@ -56,6 +56,11 @@ class CPUOffloadPolicy(OffloadToCPU, OffloadPolicy):
         for name in ("pin_memory", "parameters", "optimizer_state"):
             require_bool(name, getattr(self, name))
 
+    @property
+    def stages_out_nothing(self) -> bool:
+        """Whether gradients stay where the model computes, as parameters do."""
+        return not self.parameters
+
     def home(self, device: torch.device) -> torch.device:
         """Return the CPU, or ``device`` if parameters stay there."""
         return super().home(device) if self.parameters else device

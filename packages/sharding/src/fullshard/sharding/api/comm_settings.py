@@ -280,12 +280,12 @@ class CommSettings:
             group.gradients.change(process_group=chosen)
 
     def set_keep_unsynced_gradients(self, keep: bool, *, recurse: bool = True) -> None:
-        """Set whether gradients accumulated without communication survive an error.
+        """Set whether gradients of earlier backwards survive an error in a later one as they are.
 
-        The setting concerns gradients of a backward with ``set_requires_gradient_sync(False)`` (or
-        ``set_requires_all_reduce(False)``). By default an error in a backward drops them, with a
-        warning, because they are in one sum with the gradients of that backward. Kept, they are a
-        second copy while a backward runs. Sharded gradients survive always.
+        By default a backward adds to them as it goes, as in torch. So after an error sharded
+        gradients may have a part of that backward. Gradients that ``set_requires_gradient_sync``
+        or ``set_requires_all_reduce`` kept from communication are dropped, with a warning. If this
+        is set, the gradients of a backward are a second copy until it ends.
 
         Args:
             keep: whether to.
@@ -296,7 +296,7 @@ class CommSettings:
         """
         require_bool("keep", keep)
         for group in groups_of(self, recurse):
-            group.gradients.survives_errors = keep
+            group.gradients.change(survives_errors=keep)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None

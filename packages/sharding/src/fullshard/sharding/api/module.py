@@ -169,8 +169,9 @@ class FSDPModule(CommSettings, StepSettings, _Original):
         """Bring everything below this root back to a clean sharded state, after an error.
 
         Call it on every rank. Waits for what is in flight. Sharded gradients of backwards that
-        ended stay; what the failed one left is dropped, and with it, with a warning, gradients that
-        earlier ones accumulated without communication: see ``set_keep_unsynced_gradients``.
+        ended stay, with what the failed one added to them. All else that it left is dropped, and
+        with it, with a warning, gradients that earlier ones accumulated without communication.
+        ``set_keep_unsynced_gradients`` keeps all gradients of earlier ones as they were.
 
         Raises:
             RuntimeError: if this module is not the root.

@@ -54,7 +54,7 @@ def raise_errors_of_ranks(groups: Sequence[FSDPParamGroup], queue: ReductionQueu
     Raises:
         RuntimeError: on every rank, with the errors of all.
     """
-    queue.store_early()
+    queue.land()
     lost = _lost(param for group in groups for param in group.params)
     _raise_together("; ".join(filter(None, (error_of_this_rank(groups), lost))), groups)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from fullshard.comm.spi import coalescing_pays, configs_coalesce, rank_major
-from fullshard.sharding.reduce.reduction import ReadyReductions, ReductionSetup
+from fullshard.sharding.reduce.launched import ReadyReductions, ReductionSetup
 from fullshard.sharding.reduce.strategies import Gradients
 
 __all__ = ["CoalescedReduction"]
@@ -73,6 +73,7 @@ def _coalesced(*waiting: ReductionSetup) -> ReductionSetup | None:
         if not (
             each.layout.buffer.dtype is first.layout.buffer.dtype
             and each.wire == first.wire
+            and each.settings.survives_errors is first.settings.survives_errors
             and configs_coalesce(each.config, first.config)
             and coalescing_pays(each.layout, each.config)
         ):

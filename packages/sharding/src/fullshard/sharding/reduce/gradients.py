@@ -33,7 +33,8 @@ from fullshard.sharding.mesh.placements import EarlyReduction
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import WireForms
 from fullshard.sharding.reduce.coalesced import CoalescedReduction
-from fullshard.sharding.reduce.reduction import ReadyReductions, RootComm
+from fullshard.sharding.reduce.launched import ReadyReductions
+from fullshard.sharding.reduce.reduction import RootComm
 from fullshard.sharding.reduce.setups import ReductionSetups
 
 __all__ = ["GroupGradients"]
@@ -48,7 +49,6 @@ class GroupGradients(ReductionSetups):
     Attributes:
         synchronises: whether the user lets backwards reduce (``set_requires_gradient_sync``).
         waits_for_last: whether placements let the present backward leave its gradients here.
-        survives_errors: whether gradients of backwards that ended well outlive one that raises.
         has_unreduced: whether such backwards left any here.
         reductions: reductions that were ready so far.
         in_backward: whether the present backward reached a forward of the group.
@@ -68,7 +68,7 @@ class GroupGradients(ReductionSetups):
         """Start with none."""
         super().__init__(params, device, shared, wire)
         self.synchronises, self.waits_for_last = True, False
-        self.survives_errors = self.has_unreduced = False
+        self.has_unreduced = False
         self.reductions = 0
         self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
         self.in_unsynced_backward = False
@@ -130,7 +130,7 @@ class GroupGradients(ReductionSetups):
             reduce: whether it is time.
         """
         if not (reduce and self.reduces):
-            if not self.survives_errors:  # else once backward ended without an error
+            if not self.settings.survives_errors:  # else once backward ended without an error
                 self._stash()
             return ()
         self.reduced = True
@@ -179,7 +179,7 @@ class GroupGradients(ReductionSetups):
             late = ", ".join(
                 [p.name for p in self.params if p in self._sums or p.autograd_grad is not None]
             )
-        if late or (self.has_unreduced and self.survives_errors):
+        if late or (self.has_unreduced and self.settings.survives_errors):
             self._stash()
         if self.reduced:
             self._trained_before.clear()
@@ -216,7 +216,7 @@ class GroupGradients(ReductionSetups):
         Other gradients are from successful backwards without communication; they stay if they
         survive errors.
         """
-        keep = self.survives_errors
+        keep = self.settings.survives_errors
         lost = self.unsynced and not keep
         self._drop(keep=keep)
         self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
@@ -281,7 +281,7 @@ class GroupGradients(ReductionSetups):
         """
         trainable = self._trainable()
         if self._sums:
-            if self.survives_errors:
+            if self.settings.survives_errors:
                 self._saved = {**self._sums, **self._saved}
             return [self.take_of(param) for param in self.params], trainable
         found = gradients_of(self._unsharded)
@@ -319,7 +319,11 @@ class GroupGradients(ReductionSetups):
             left = param.autograd_grad
             if left is None:
                 continue
-            if self.survives_errors or param in self._sums or left.dtype != param.reduce_dtype:
+            if (
+                self.settings.survives_errors
+                or param in self._sums
+                or left.dtype != param.reduce_dtype
+            ):
                 self.set_grad(param, self.take_of(param))
 
     def _drop(self, *, keep: bool) -> None:

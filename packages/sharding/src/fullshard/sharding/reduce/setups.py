@@ -22,7 +22,8 @@ from fullshard.comm.spi import backend_averages, coalesced_cap_mb, rank_major
 from fullshard.sharding.mesh.mesh_info import HSDPMeshInfo, TwoLevelMeshInfo
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import WireForms
-from fullshard.sharding.reduce.reduction import ReduceSettings, ReductionSetup, RootComm
+from fullshard.sharding.reduce.launched import ReduceSettings, ReductionSetup
+from fullshard.sharding.reduce.reduction import RootComm
 from fullshard.sharding.reduce.strategies import (
     AliasReduce,
     HybridReduce,

@@ -11,6 +11,7 @@ optional groups down one long function.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
+    CommStreams,
     ReducedShards,
     ReduceInFlight,
     ReduceScaling,
@@ -25,7 +27,13 @@ from fullshard.comm import (
     all_reduce_shards,
     default_reduce_scatter,
 )
-from fullshard.comm.spi import AllReduceInFlight, ReducePlan, SecondReduceInFlight, rank_major
+from fullshard.comm.spi import (
+    NOTHING,
+    AllReduceInFlight,
+    ReducePlan,
+    SecondReduceInFlight,
+    rank_major,
+)
 from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.params.param import FSDPParam
 
@@ -65,7 +73,12 @@ class PlainReduce:
     has_second_reduction = False
 
     def launch_of(
-        self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
+        self,
+        plan: ReducePlan,
+        params: tuple[FSDPParam, ...],
+        scaling: ReduceScaling,
+        *,
+        survives_errors: bool,
     ) -> Launch:
         """Return the function that launches whole reductions.
 
@@ -73,8 +86,13 @@ class PlainReduce:
             plan: launches the reduce-scatter.
             params: the parameters whose gradients are reduced.
             scaling: of the whole reduction.
+            survives_errors: whether kept results outlive a backward that raises.
         """
         return plan.launch
+
+    def at_result(self, streams: CommStreams) -> AbstractContextManager[object]:
+        """Return a context in which the stream of the last reduction is current."""
+        return streams.use(streams.reduce)
 
     @property
     def partial_params(self) -> Sequence[tuple[FSDPParam, ...]]:
@@ -114,10 +132,19 @@ class AliasReduce(PlainReduce):
     """
 
     def launch_of(
-        self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
+        self,
+        plan: ReducePlan,
+        params: tuple[FSDPParam, ...],
+        scaling: ReduceScaling,
+        *,
+        survives_errors: bool,
     ) -> Launch:
         """Return a function that launches nothing where gradients can be used directly."""
         return partial(self._launch, plan)
+
+    def at_result(self, streams: CommStreams) -> AbstractContextManager[object]:
+        """Return a context that changes nothing: the gradients are of the current stream."""
+        return NOTHING
 
     def _launch(self, plan: ReducePlan, gradients: Gradients) -> InFlight:
         """Return the gradients if all can be used directly; otherwise reduce-scatter."""
@@ -159,7 +186,11 @@ class TwoReductions(PlainReduce):
         self._partial: dict[_Key, torch.Tensor] = {}
         self._begun: list[tuple[_Key, ReduceInFlight]] = []  # partial ones, in this backward
         self._ended: list[tuple[_Key, ReduceInFlight]] = []  # in one whose end did not wait
-        self._sent: list[_Key] = []
+        self._sent: dict[_Key, torch.Tensor | None] = {}  # in this backward; None: not to put back
+
+    def at_result(self, streams: CommStreams) -> AbstractContextManager[object]:
+        """Return a context in which the stream of the second reduction is current."""
+        return streams.use(streams.all_reduce)
 
     @property
     def partial_params(self) -> Sequence[tuple[FSDPParam, ...]]:
@@ -167,11 +198,22 @@ class TwoReductions(PlainReduce):
         keys = (*self._partial, *(key for key, _ in self._ended))
         return tuple(dict.fromkeys(params for params, _ in keys))
 
+    @property
+    def unsynced(self) -> bool:
+        """Whether anything is kept, or was, until the present backward sent it."""
+        return bool(self._sent or self.partial_params)
+
     def launch_of(
-        self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
+        self,
+        plan: ReducePlan,
+        params: tuple[FSDPParam, ...],
+        scaling: ReduceScaling,
+        *,
+        survives_errors: bool,
     ) -> Launch:
         """Return a function whose results are reduced again, or kept for a later reduction."""
-        return partial(self._launch, plan, params, self._follower(plan, params, scaling))
+        follow = self._follower(plan, params, scaling)
+        return partial(self._launch, plan, params, follow, survives_errors)
 
     def _follower(
         self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
@@ -184,22 +226,36 @@ class TwoReductions(PlainReduce):
         plan: ReducePlan,
         params: tuple[FSDPParam, ...],
         follow: _Follower,
+        survives_errors: bool,
         gradients: Gradients,
     ) -> InFlight:
         """Return both reductions, or the first, which is kept for a later one."""
-        for key, earlier in self._ended:
-            output = earlier.wait().output
-            self._partial[key] = self._partial[key].add_(output) if key in self._partial else output
+        streams = plan.config.streams
+        for earlier_key, earlier in self._ended:
+            self._add(earlier_key, earlier, streams)
         self._ended.clear()
         reduction = plan.launch(gradients)
         key = (params, plan.layout.buffer.dtype)
         if not self.gives_gradients:
-            self._begun.append((key, reduction))
+            blocks = streams.asynchronous_work
+            if blocks or survives_errors or key not in self._partial:
+                self._begun.append((key, reduction))
+            else:
+                self._add(key, reduction, streams)
             return reduction
-        # a backward may reduce twice; see [Note: one reduction]
-        partial_sum = None if key in self._sent else self._partial.get(key)
-        self._sent.append(key)
-        return follow(reduction, partial=partial_sum)
+        partial_sum = self._partial.pop(key, None)
+        in_flight = follow(reduction, partial=partial_sum)
+        if partial_sum is not None:
+            self._sent[key] = partial_sum if survives_errors else None
+            added = streams.record(streams.all_reduce)
+            streams.retire(partial_sum, streams.reduce, added, keep=1)
+        return in_flight
+
+    def _add(self, key: _Key, reduction: ReduceInFlight, streams: CommStreams) -> None:
+        """Add a result to the partial one, or make it that, on the stream of reductions."""
+        with streams.use(streams.reduce):
+            output = reduction.wait().output
+            self._partial[key] = self._partial[key].add_(output) if key in self._partial else output
 
     def synchronise(self, enabled: bool) -> None:
         """Turn the second reduction on or off."""
@@ -215,17 +271,19 @@ class TwoReductions(PlainReduce):
         """Drop gradients that a second reduction added, and keep the others."""
         self._ended += self._begun
         self._begun.clear()
-        for key in self._sent:
-            self._partial.pop(key, None)
         self._sent.clear()
 
     def abandon(self, *, keep: bool) -> None:
         """Drop the gradients of an unfinished backward; all gradients if not ``keep``."""
         self._begun.clear()
-        self._sent.clear()
-        if not keep:
+        if keep:
+            self._partial.update(
+                {key: each for key, each in self._sent.items() if each is not None}
+            )
+        else:
             self._partial.clear()
             self._ended.clear()
+        self._sent.clear()
 
 
 class HybridReduce(TwoReductions):
