@@ -45,6 +45,7 @@ from fullshard.preflight.verification.program import (
 from fullshard.preflight.verification.recovery import meeting
 from fullshard.preflight.verification.room import reference_device
 from fullshard.preflight.verification.sharded import Sharded, look_at
+from fullshard.preflight.verification.snapshot import in_turn
 from fullshard.preflight.verification.tolerance import Tolerance
 from fullshard.preflight.verification.trace import Trace, traced
 from fullshard.preflight.verification.verdict import Outcome, Phase
@@ -193,7 +194,7 @@ class _Runs:
         with ExitStack() as stack:
             for handle in self._contributions.follow(dict(model.named_parameters())):
                 stack.enter_context(handle)
-            for rank, batch in enumerate(batches):
+            for rank, batch in in_turn(model, enumerate(batches)):
                 done.append(self._train_on(model, step, rank, batch))
         # Divided here, not the loss: it may have called backward itself, on micro-batches before.
         for param in model.parameters():

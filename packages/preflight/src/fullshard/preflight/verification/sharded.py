@@ -43,9 +43,13 @@ class Sharded:
         self.model = found if isinstance(found, nn.Module) else built
         self.named = own_names(self.model)
         self.params = {clean(name): each for name, each in self.named.named_parameters()}
-        self.buffers = {clean(name): each for name, each in self.named.named_buffers()}
         raise_together(lambda: self._require_whole(shapes))
         self.optimizer = jointly(lambda: program.optimizer_of(self.params.values()))
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Its buffers now, by name: a forward may put others in their place."""
+        return {clean(name): each for name, each in self.named.named_buffers()}
 
     @property
     def home(self) -> torch.device:

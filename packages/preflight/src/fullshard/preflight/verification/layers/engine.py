@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ from fullshard.preflight.verification.program import (
 )
 from fullshard.preflight.verification.recovery import meeting
 from fullshard.preflight.verification.sharded import look_at
+from fullshard.preflight.verification.snapshot import held_by, in_turn
 from fullshard.preflight.verification.tolerance import Tolerance
 from fullshard.preflight.verification.trace import Trace, fingerprint, first_place, traced
 from fullshard.preflight.verification.verdict import Outcome, Phase
@@ -89,14 +91,15 @@ class _ByLayer:
         comparison.untied(found.seen.untied)
         self._compare_build(comparison)
         for step in range(self._program.steps) if not self._stops(comparison) else ():
-            buffers = {name: each.detach().clone() for name, each in sharded.buffers.items()}
+            held = held_by(sharded.named)
             recorder, traces = self._train(step)
             if step == 0:
                 self._look_at(traces, recorder)
             comparison = self._comparison(step)
             if step == 0:
+                buffers = {name: held[name] for name in sharded.buffers}
                 self._compare_before(comparison, Phase.BUFFER, buffers)
-            self._compare_layers(comparison, recorder, traces, buffers)
+            self._compare_layers(comparison, recorder, traces, held)
             if not self._stops(comparison):
                 self._step(comparison)
             order = list(Phase)
@@ -205,7 +208,7 @@ class _ByLayer:
         comparison: Comparison,
         recorder: Recorder,
         traces: list[Trace],
-        buffers: dict[str, torch.Tensor],
+        held: dict[str, Any],
     ) -> None:
         size = self._mean_size()
         self._contributions = Contributions(self._world, self._look.keeps)
@@ -219,7 +222,7 @@ class _ByLayer:
         left = Counter(self._layers.owners)
         sums: dict[str, torch.Tensor | None] = {}
         for name in self._layers.names:
-            layer = self._layers.copy(name, buffers)
+            layer = self._layers.copy(name, held)
             values = {} if layer is None else dict(layer.named_parameters())
             before = {inner: fingerprint(value) for inner, value in values.items()}
             self._contributions.follow(
@@ -256,7 +259,7 @@ class _ByLayer:
         """Run all ranks' calls of a layer again on rank 0; return whether any rank called it."""
         ran = False
         self._after = {}
-        for rank, trace in enumerate(traces):
+        for rank, trace in in_turn(layer, enumerate(traces)):
             theirs = from_first(calls, rank)
             ran = ran or bool(theirs)
             raise_together(partial(self._again, comparison, name, layer, (rank, theirs, trace)))
