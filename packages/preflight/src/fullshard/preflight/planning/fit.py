@@ -17,7 +17,7 @@ from fullshard.preflight.planning.memory.ledger import Category
 from fullshard.preflight.planning.plan import Loss, plan
 from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.world import MeshLike
-from fullshard.preflight.verification.program import adamw
+from fullshard.preflight.training import adamw
 from fullshard.preflight.wording import parse_bytes, size_text
 from fullshard.sharding import ShardingPlacements
 

@@ -24,7 +24,7 @@ __all__ = ["Sharded", "aliases", "coarsest", "look_at"]
 
 
 class Sharded:
-    """A model, sharded by the user's function, and the user's optimizer of it."""
+    """A model, sharded by the user's function, and the user's optimizers of it."""
 
     def __init__(self, program: Program) -> None:
         """Build and shards; an error of one rank is an error of all.
@@ -44,7 +44,7 @@ class Sharded:
         self.named = own_names(self.model)
         self.params = {clean(name): each for name, each in self.named.named_parameters()}
         raise_together(lambda: self._require_whole(shapes))
-        self.optimizer = jointly(lambda: program.optimizer_of(self.params.values()))
+        self.optimizers = jointly(lambda: program.optimizers_of(self.model))
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -140,16 +140,16 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 
 def look_at(found: Outcome, theirs: list[Trace], ours: list[Trace]) -> None:
-    """Note what the first forward of both shows: modules that some ranks skip, and dtypes.
+    """Note what a forward of both shows: modules that some ranks skip, and dtypes.
 
     ``theirs`` has the reference's by the batch's rank; empty where it has none of its own.
     """
     ran = [list(each.outputs) for each in ours]
     everywhere = set(ran[0]).intersection(*ran[1:])
     names = dict.fromkeys(name for each in ran for name in each if name not in everywhere)
-    found.seen.skipped = tuple(names)
+    found.seen.skipped += tuple(names)
     if theirs and theirs[0].outputs:
-        found.seen.strayed = tuple(
+        found.seen.strayed += tuple(
             name
             for name in names
             if any(
@@ -157,7 +157,7 @@ def look_at(found: Outcome, theirs: list[Trace], ours: list[Trace]) -> None:
                 for one, other in zip(ours, theirs, strict=True)
             )
         )
-        found.seen.detached = tuple(
+        found.seen.detached += tuple(
             name
             for name in ours[0].outputs
             if any(

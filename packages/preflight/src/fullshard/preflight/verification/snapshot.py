@@ -1,12 +1,12 @@
-"""The state that a forward changes in a model: buffers, and attributes of modules.
+"""The state that a step changes in a model: buffers, attributes of modules, what optimizers change.
 
-The reference runs one forward for each rank's batch on one model. ``in_turn`` lets each of these
-begin with the same state, so that the state moves once per step, as it does on each rank.
+The reference runs each rank's batch on one model. ``in_turn`` lets each batch begin with the same
+state, so that the state moves once per step, as it does on each rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +22,16 @@ _PLAIN = (bool, int, float, str, type(None), torch.Tensor)
 
 
 class Snapshot:
-    """A copy of the buffers, and of the numbers and tensors that modules have as attributes."""
+    """A copy of the buffers, and of the numbers and tensors that modules have as attributes.
 
-    def __init__(self, model: nn.Module) -> None:
-        """Copy what ``model`` has now."""
+    Args:
+        model: that has them now.
+        optimizers: if any, the copy has the parameters, their gradients and the optimizers, too.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()
+    ) -> None:
         self._modules = [
             (module, _attributes(module), dict(module._buffers)) for module in model.modules()
         ]
@@ -35,7 +41,22 @@ class Snapshot:
             for value in (*attributes.values(), *buffers.values())
             if isinstance(value, torch.Tensor) and not value.requires_grad
         ]
-        self._values = [(tensor, tensor.clone()) for tensor in tensors]
+        params = list(model.parameters()) if optimizers else []
+        self._gradients = [(param, param.grad) for param in params]
+        self._states = [
+            (each, {param: dict(state) for param, state in each.state.items()})
+            for each in optimizers
+        ]
+        self._groups = [
+            (group, {key: value for key, value in group.items() if key != "params"})
+            for each in optimizers
+            for group in each.param_groups
+        ]
+        tensors += [*params, *(grad for _, grad in self._gradients if grad is not None)]
+        dicts = [kept for _, states in self._states for kept in states.values()]
+        dicts += [settings for _, settings in self._groups]
+        tensors += [each for kept in dicts for each in kept.values() if _is_tensor(each)]
+        self._values = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def restore(self) -> None:
         """Give the model what it had."""
@@ -45,9 +66,19 @@ class Snapshot:
             vars(module).update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
-        with torch.no_grad():
-            for tensor, value in self._values:
-                tensor.copy_(value)
+        for param, grad in self._gradients:
+            param.grad = grad
+        for optimizer, states in self._states:
+            optimizer.state.clear()
+            optimizer.state.update({param: dict(state) for param, state in states.items()})
+        for group, settings in self._groups:
+            group.update(settings)
+        for tensor, value in self._values:
+            tensor.data.copy_(value)  # autograd sees no change: graphs of this state stay valid
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -67,12 +98,21 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def in_turn(model: nn.Module | None, ranks: Iterable[_T]) -> Iterator[_T]:
+def in_turn(
+    model: nn.Module | None,
+    ranks: Iterable[_T],
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+) -> Iterator[_T]:
     """Yield the entries of ``ranks``, each with the state that ``model`` has before the first.
 
-    Afterwards ``model`` has the state that the first left. None: there is no model to restore.
+    Afterwards ``model`` has the buffers and attributes that the first left.
+
+    Args:
+        model: None: there is none to restore.
+        ranks: one for each rank's batch.
+        optimizers: to restore as well, with the parameters and gradients; see ``Snapshot``.
     """
-    start = None if model is None else Snapshot(model)
+    start = None if model is None else Snapshot(model, optimizers)
     end = None
     for each in ranks:
         if start is not None:

@@ -43,7 +43,8 @@ class Difference:
     Attributes:
         phase: when.
         step: in which step, from 0.
-        name: the parameter's or buffer's full name, or ``"loss"``.
+        name: the parameter's or buffer's full name, or ``"loss"``; ``"loss 2"`` is the second that
+            a step yields.
         module: the full name of the module that holds it, or, of a loss, of the first module whose
             output differs; empty for the root.
         error: the norm of the difference.

@@ -132,7 +132,11 @@ class _Experiments:
                 evidence="the unsharded model agrees if dist.get_rank() answers it with the rank "
                 "whose batch it has: the model, or the loss, does something else on another rank",
             )
-        elif first.phase in _OPTIMIZERS and self._helps(program.but(optimizer=sgd)):
+        elif (
+            first.phase in _OPTIMIZERS
+            and program.step is None
+            and self._helps(program.but(optimizer=sgd))
+        ):
             yield Cause(
                 name="an optimizer that does not step alike",
                 evidence="gradients agree, and with SGD in its place so do updates: it does "

@@ -107,12 +107,12 @@ class _ByLayer:
             found.largest = comparison.larger(found.largest)
             if self._stops(comparison):
                 break
-            sharded.optimizer.zero_grad()
+            sharded.optimizers[0].zero_grad()
         found.differences = comparison.differences
         sharded.look_at_tensors(found.seen, self._layers.skeleton)
         self._add_notes()
         if self._stops(comparison):
-            ours = settings_of(sharded.optimizer, sharded.params)
+            ours = settings_of(sharded.optimizers, sharded.params)
             note_settings(found.seen, ours, self._settings)
             self._look.conclude(found, comparison, self._contributions, self._sharded)
         return found
@@ -124,7 +124,7 @@ class _ByLayer:
         """The optimizer's step, and what it makes of each layer's full parameters."""
         updates = Updates(self._sharded, self._program, self._device)
         self._look.before_update(lambda: updates)
-        jointly(self._sharded.optimizer.step)
+        jointly(self._sharded.optimizers[0].step)
         for names in self._layers.groups():
             self._settings |= updates.compare(comparison, names)
         compare_replicas(comparison, Phase.UPDATE, self._sharded.params)
@@ -174,7 +174,7 @@ class _ByLayer:
         def train() -> Trace:
             with meeting(step, sharded.named), self._look.forward(sharded), recorder.recording():
                 with traced(sharded.named) as trace, recorder.watching():
-                    loss = program.loss_of(sharded.model, batch)
+                    loss = next(program.losses_of(sharded.model, sharded.optimizers, batch))
                 recorder.in_backward = True
                 loss.backward()
             return trace
