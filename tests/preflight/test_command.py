@@ -170,7 +170,9 @@ def test_a_script_is_verified_and_the_verdict_is_a_value(tmp_path: Path) -> None
         assert verdict["equal"] and verdict["steps"] == 1 and verdict["first"] is None
 
 
-OF_STEP = SCRIPT[: SCRIPT.index("def loss")] + """
+OF_STEP = (
+    SCRIPT[: SCRIPT.index("def loss")]
+    + """
 def step(model, optimizers, batch):
     for optimizer in optimizers:
         yield model(batch).square().mean()
@@ -180,6 +182,7 @@ def step(model, optimizers, batch):
 def optimizers(model):
     return [torch.optim.Adam(each.parameters()) for each in model]
 """
+)
 
 
 @distributed(2)

@@ -226,7 +226,7 @@ def test_layers_and_a_meta_device_are_refused_with_a_step() -> None:
     def on_meta() -> nn.Module:
         return build().to("meta")
 
-    with pytest.raises(ValueError, match="on the meta device; .* leave out step="):
+    with pytest.raises(ValueError, match=r"on the meta device; .* leave out step="):
         verdict_of(build_model=on_meta)
 
 
@@ -238,7 +238,7 @@ def test_ranks_that_yield_another_number_of_losses_are_told_so() -> None:
         if wrong:
             yield model["generator"](given["noise"]).mean()
 
-    with pytest.raises(RuntimeError, match=r"last loss on ranks \[0, 1\], and unsharded for .*\[\]"):
+    with pytest.raises(RuntimeError, match=r"last loss on ranks \[0, 1\], and unsharded"):
         verdict_of(step=longer)
 
 

@@ -122,7 +122,7 @@ class _Counting(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
-        self.forwards = nn.Buffer(torch.zeros((), dtype=torch.long))
+        self.forwards: torch.Tensor = nn.Buffer(torch.zeros((), dtype=torch.long))
         self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,7 @@ class Training:
                 "loss.backward(), so that it is a generator function"
             )
         modes, count = _modes(), 0
-        for count, loss in enumerate(made, 1):  # noqa: B007 - counts
+        for count, loss in enumerate(made, 1):
             if _modes() != modes:
                 raise ValueError(
                     f"step yielded loss {count} inside a `with` block of no_grad() or autocast(); "

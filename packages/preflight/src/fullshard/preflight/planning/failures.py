@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 

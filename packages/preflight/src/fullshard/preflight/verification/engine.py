@@ -212,10 +212,11 @@ class _Runs:
         of_batch = program.tokens or (lambda each: 1.0)
         counts = raise_together(lambda: [float(of_batch(each)) for each in batches])
         self._shares = [each / sum(counts) for each in counts]
-        theirs, model = [], self._reference
-        for each in batches if model is not None else ():
-            there = map_tensors(lambda tensor: tensor.to(self._device), each)
-            theirs.append(program.losses_of(model, self._optimizers, there))
+        theirs = []
+        if self._reference is not None:
+            for each in batches:
+                there = map_tensors(lambda tensor: tensor.to(self._device), each)
+                theirs.append(program.losses_of(self._reference, self._optimizers, there))
         ours = program.losses_of(self._sharded.model, self._sharded.optimizers, batch)
         return _Step(number=step, ours=ours, theirs=theirs)
 
@@ -235,22 +236,19 @@ class _Runs:
             with meeting(run.number, self._sharded.named):
                 return self._train_sharded(run.ours, factor)
 
-        ran = everyones(jointly(train))
-        reference = from_first(theirs)
-        ended = [each is None for each in (*ran, *reference)]
-        if any(ended) and not all(ended):
-            where = [
-                [rank for rank, each in enumerate(side) if each is None]
-                for side in (ran, reference)
-            ]
-            raise RuntimeError(
-                f"step has yielded its last loss on ranks {where[0]}, and unsharded for the batches "
-                f"of ranks {where[1]}, and not on the others; yield as many losses on all ranks"
-            )
-        if all(ended):
+        both = from_first(theirs), everyones(jointly(train))
+        unsharded, sharded = ([each for each in side if each is not None] for side in both)
+        if not (unsharded or sharded):
             return None
-        self._losses = [(one.loss, other.loss) for one, other in zip(ran, reference, strict=True)]
-        return [each.trace for each in reference], [each.trace for each in ran]
+        if len(unsharded) + len(sharded) < 2 * self._world:
+            ended = [[r for r, each in enumerate(side) if each is None] for side in both]
+            raise RuntimeError(
+                f"step has yielded its last loss on ranks {ended[1]}, and unsharded for batches "
+                f"of ranks {ended[0]}, and not on the others; yield as many losses on all ranks"
+            )
+        pairs = zip(sharded, unsharded, strict=True)
+        self._losses = [(ours.loss, theirs.loss) for ours, theirs in pairs]
+        return [each.trace for each in unsharded], [each.trace for each in sharded]
 
     def _train_sharded(self, losses: Iterator[torch.Tensor], factor: float) -> _Ran | None:
         with self._look.forward(self._sharded):
@@ -276,7 +274,8 @@ class _Runs:
                 done.append(self._train_on(model, run.number, rank, losses))
                 for param in model.parameters() if stepping else ():
                     if param.grad is not None:
-                        sums[param] = sums[param] + param.grad if param in sums else param.grad.clone()
+                        before = sums.get(param)
+                        sums[param] = param.grad.clone() if before is None else before + param.grad
         # Divided here, not the loss: it may have called backward itself, on micro-batches before.
         for param in model.parameters():
             if stepping:

@@ -29,9 +29,7 @@ class Snapshot:
         optimizers: if any, the copy has the parameters, their gradients and the optimizers, too.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         self._modules = [
             (module, _attributes(module), dict(module._buffers)) for module in model.modules()
         ]

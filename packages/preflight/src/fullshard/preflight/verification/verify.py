@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -51,12 +50,12 @@ def verify(
     differs, and repeats some of these runs to test possible causes.
 
     All ranks call it, with the same arguments but for the batch. The rank with the unsharded model
-    needs room for four times the parameters, with ``step`` for nine times. Where that has none, or the model has no values before
-    it is sharded, it goes layer by layer: each layer alone is run again unsharded, given the
-    inputs, random numbers and gradients of the sharded run. Compared are its outputs, the gradients
-    of its inputs and parameters, its buffers and its updates. This mode needs four times the
-    largest layer, and does not check the code between layers. Random numbers go on afterwards as if
-    it had not run.
+    needs room for four times the parameters, with ``step`` for nine times. Where that has none, or
+    the model has no values before it is sharded, it goes layer by layer: each layer alone is run
+    again unsharded, given the inputs, random numbers and gradients of the sharded run. Compared are
+    its outputs, the gradients of its inputs and parameters, its buffers and its updates. This mode
+    needs four times the largest layer, and does not check the code between layers. Random numbers
+    go on afterwards as if it had not run.
 
     Args:
         build_model: makes the unsharded model, the same each time from the seed; on the meta device
