@@ -15,7 +15,15 @@ from support.verification.faults import FAULTS
 # Of each kind of cause the quickest to find, and one for each phase; the rest in the matrix.
 _FIRST = {
     "dropout",
-    "a buffer in 16 bits",
+    "a sum in a buffer",
+    "a buffer that is rounded",
+    "tokens that rank 1 rolls",
+    "positions by rank",
+    "a causal mask that is lost",
+    "dropout that is drawn again in backward",
+    "a backward hook",
+    "an embedding that is detached",
+    "backwards that are not divided",
     "a parameter that is left out",
     "values changed after sharding",
     "frozen by sharding",

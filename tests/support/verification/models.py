@@ -136,7 +136,8 @@ def _changed_on_rank_1(model: Any) -> None:
 
 
 def _detached(model: Any) -> None:
-    model.up.register_forward_hook(lambda module, inputs, output: output.detach())
+    forward = model.up.forward
+    model.up.forward = lambda x: forward(x).detach()
     shard(model)
 
 
@@ -208,12 +209,12 @@ FAULTS = [
         torch.ones(9),
         shard=_reset_on_rank_1,
     ),
-    _with_buffer(
+    _between(
         "a buffer in 16 bits",
-        "freqs",
+        Phase.BUILD,
+        "between.freqs",
         DTYPE,
-        lambda m, x: x + 0 * m.freqs,
-        _FREQUENCIES,
+        _run(lambda m, x: x + 0 * m.freqs, freqs=nn.Buffer(_FREQUENCIES)),
         shard=_rounded,
     ),
     _in_loss(

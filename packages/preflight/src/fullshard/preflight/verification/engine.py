@@ -34,7 +34,7 @@ from fullshard.preflight.verification.comparing.optimizers import (
     states_of,
 )
 from fullshard.preflight.verification.comparing.replicas import compare_replicas, differing
-from fullshard.preflight.verification.comparing.tensors import full
+from fullshard.preflight.verification.comparing.tensors import full, generators_mark
 from fullshard.preflight.verification.comparing.updates import Updates
 from fullshard.preflight.verification.draws import Draws
 from fullshard.preflight.verification.program import (
@@ -50,7 +50,7 @@ from fullshard.preflight.verification.room import (
     COPIES_OF_STEP,
     reference_device,
 )
-from fullshard.preflight.verification.sharded import Sharded, look_at
+from fullshard.preflight.verification.sharded import Sharded, look_at, look_at_draws
 from fullshard.preflight.verification.snapshot import in_turn
 from fullshard.preflight.verification.tolerance import Tolerance
 from fullshard.preflight.verification.trace import Trace, traced
@@ -109,7 +109,9 @@ class _Runs:
         home = self._sharded.home
         self._untied: tuple[str, ...] = ()
         self._reference, self._device = raise_together(lambda: self._made_reference(home))
-        self._optimizers = raise_together(self._made_optimizers)
+        model = self._reference
+        made = raise_together(lambda: None if model is None else program.optimizers_of(model))
+        self._optimizers = made or []
         self._draws = Draws(self._device, program.seed)
         self._draws.seed()
         self._contributions = Contributions(self._world)
@@ -140,16 +142,13 @@ class _Runs:
                 drop_hooks(param)
         return model, device
 
-    def _made_optimizers(self) -> list[torch.optim.Optimizer]:
-        model = self._reference
-        return [] if model is None else self._program.optimizers_of(model)
-
     def outcome(self) -> Outcome:
         """Runs; rank 0's is the one that counts."""
         found = self._found
         comparison = self._comparison(0)
         comparison.untied(found.seen.untied)
         self._compare_params(comparison, Phase.BUILD)
+        self._compare_buffers(comparison, Phase.BUILD)
         self._start = {name: each.clone() for name, each in self._of_reference().items()}
         for step in range(self._program.steps) if not self._stops(comparison) else ():
             comparison = self._run_step(self._begin(step))
@@ -232,11 +231,14 @@ class _Runs:
         self._draws.align(program.seeds, run.number, self._rank)
         factor = self._shares[self._rank] * self._world if program.weighted else 1.0
 
+        before = generators_mark()
+
         def train() -> _Ran | None:
             with meeting(run.number, self._sharded.named):
                 return self._train_sharded(run.ours, factor)
 
         both = from_first(theirs), everyones(jointly(train))
+        look_at_draws(self._found, before)
         unsharded, sharded = ([each for each in side if each is not None] for side in both)
         if not (unsharded or sharded):
             return None
@@ -251,9 +253,8 @@ class _Runs:
         return [each.trace for each in unsharded], [each.trace for each in sharded]
 
     def _train_sharded(self, losses: Iterator[torch.Tensor], factor: float) -> _Ran | None:
-        with self._look.forward(self._sharded):
-            with traced(self._sharded.named) as trace:
-                loss = next(losses, None)
+        with self._look.forward(self._sharded), traced(self._sharded.named) as trace:
+            loss = next(losses, None)
             if loss is None:
                 return None
             loss = loss * factor
@@ -295,6 +296,7 @@ class _Runs:
             self._draws.align(self._program.seeds, step, rank)
             for name, mode in self._program.modes.items():
                 model.get_submodule(name).training = mode
+            self._program.prepare(model, rank)
             with traced(model) as trace:
                 loss = next(losses, None)
             if loss is None:
@@ -334,6 +336,7 @@ class _Runs:
         size = sum(abs(theirs) * share for (_, theirs), share in pairs)
         place = comparison.losses(name, came, wanted, size, traces)
         self._found.seen.fed = place.fed
+        self._found.seen.given = place.given
         self._found.seen.parts = place.found
         self._found.seen.traced = all(trace.outputs for side in traces for trace in side)
         self._found.seen.losses = tuple(self._losses)
@@ -357,13 +360,13 @@ class _Runs:
         grads = {name: self._sharded.params[name].grad for name in alike}
         compare_replicas(comparison, Phase.GRADIENT, grads)
 
-    def _compare_buffers(self, comparison: Comparison) -> None:
+    def _compare_buffers(self, comparison: Comparison, phase: Phase = Phase.BUFFER) -> None:
         self._found.seen.apart.update(differing(self._sharded.buffers))
         if self._reference is not None:
             theirs = dict(self._reference.named_buffers())
             for name, buffer in self._sharded.buffers.items():
-                comparison.tensors(Phase.BUFFER, name, buffer, theirs.get(name))
-        compare_replicas(comparison, Phase.BUFFER, self._sharded.buffers)
+                comparison.tensors(phase, name, buffer, theirs.get(name))
+        compare_replicas(comparison, phase, self._sharded.buffers)
 
     def _compare_updates(self, comparison: Comparison) -> None:
         """Compare what the optimizers made and keep."""
@@ -394,3 +397,4 @@ class _Runs:
         theirs = settings_of(self._optimizers, named)
         ours = settings_of(self._sharded.optimizers, self._sharded.params)
         note_settings(self._found.seen, ours, theirs)
+        self._sharded.look_at_modules(self._found.seen, model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -16,6 +16,7 @@ from torch import nn
 
 from fullshard.preflight.tensors import each_tensor
 from fullshard.preflight.training import Training
+from fullshard.preflight.verification.comparing.modules import ModuleSettings, apply_settings
 from fullshard.preflight.verification.trace import fingerprint
 from fullshard.sharding.spi import require_count
 
@@ -69,6 +70,8 @@ class Program(Training):
         seeds: how random numbers are seeded.
         weighted: multiply each rank's loss by its share of all tokens.
         unhooked: build the reference without the hooks of its parameters.
+        bare: take off the hooks of modules that ``shard`` registered.
+        settings: by rank, attributes of modules that the reference takes on for its batch.
         modes: modules that the reference trains or evaluates as the sharded model does.
         by_rank: answer the reference's ``dist.get_rank()`` with the rank whose batch it has.
     """
@@ -83,6 +86,8 @@ class Program(Training):
     seeds: Seeds = Seeds.ONCE
     weighted: bool = False
     unhooked: bool = False
+    bare: bool = False
+    settings: Sequence[ModuleSettings] = ()
     modes: Mapping[str, bool] = field(default_factory=dict)
     by_rank: bool = False
 
@@ -126,6 +131,11 @@ class Program(Training):
         if callable(self.batch) and not isinstance(self.batch, nn.Module):
             return self.batch(step) if inspect.signature(self.batch).parameters else self.batch()
         return self.batch
+
+    def prepare(self, model: nn.Module, rank: int, path: str = "") -> None:
+        """Give ``model``, called ``path``, the settings of a rank, if the program asks for it."""
+        if self.settings:
+            apply_settings(self.settings[rank], model, path)
 
     def as_rank(self, rank: int) -> AbstractContextManager[object]:
         """Return a context in which ``dist.get_rank()`` is ``rank``, if the program asks for it."""

@@ -13,7 +13,7 @@ from fullshard.preflight.training import Loss, MakeOptimizer, MakeOptimizers, St
 from fullshard.preflight.verification.agree import everyones, from_first, raise_together
 from fullshard.preflight.verification.causes.find import find_causes
 from fullshard.preflight.verification.closer.look import Look
-from fullshard.preflight.verification.comparing.tensors import digest
+from fullshard.preflight.verification.comparing.tensors import digest, generators_mark
 from fullshard.preflight.verification.draws import draws_restored
 from fullshard.preflight.verification.engine import run as run_whole
 from fullshard.preflight.verification.layers.engine import run_by_layer
@@ -23,6 +23,11 @@ from fullshard.preflight.verification.room import has_room
 from fullshard.preflight.verification.verdict import Cause, Outcome, Verdict
 
 __all__ = ["verify"]
+
+_DRAWN_ALIKE = (
+    "forward draws random numbers, and the generators of all ranks were in the same state: ranks "
+    "seeded so have the same masks of dropout. Seed ranks apart, but tensor parallel ranks alike"
+)
 
 
 def verify(
@@ -115,12 +120,16 @@ def verify(
         layers=layers,
         seed=seed,
     )
+    alike = len(set(everyones(generators_mark()))) == 1
     with draws_restored():
-        return recovering(lambda: _verified(make, stretch))
+        return recovering(lambda: _verified(make, stretch, alike))
 
 
-def _verified(make: Callable[[], Program], stretch: float) -> Verdict:
-    """The verdict on the program that ``make`` returns, after checking it."""
+def _verified(make: Callable[[], Program], stretch: float, alike: bool) -> Verdict:
+    """The verdict on the program that ``make`` returns, after checking it.
+
+    ``alike``: whether the generators of all ranks were in one state when it was called.
+    """
     program = raise_together(make)
     _require_deterministic(program)
     run = run_by_layer if _is_by_layer(program) else run_whole
@@ -130,6 +139,8 @@ def _verified(make: Callable[[], Program], stretch: float) -> Verdict:
         causes, known = find_causes(
             program, found, lambda changed, look: run(changed, stretch, look)
         )
+    if found.drew and dist.get_world_size() > 1 and (alike or found.reseeded):
+        found.notes += (_DRAWN_ALIKE,)
     return _verdict(program, found, causes, known)
 
 

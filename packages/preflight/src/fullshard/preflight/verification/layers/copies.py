@@ -18,6 +18,7 @@ from fullshard.preflight.verification.names import clean
 from fullshard.preflight.verification.program import Choose, Program
 from fullshard.preflight.verification.room import nbytes, reference_device
 from fullshard.preflight.verification.sharded import Sharded, aliases
+from fullshard.preflight.verification.snapshot import held_by
 
 __all__ = ["Layers", "layer_names"]
 
@@ -48,6 +49,7 @@ class Layers:
         self.modules = {clean(name): each for name, each in self.sharded.named.named_modules()}
         self._aliases = aliases(self.skeleton)
         self._hooked = not program.unhooked
+        self._begun = held_by(self.sharded.named)
         self.owners = Counter(name for each in self.names for name in self.params_of(each))
 
     def _require_eager(self) -> None:
@@ -122,7 +124,7 @@ class Layers:
             value = held.get(f"{where}.{key}")
             if isinstance(value, torch.Tensor):
                 setattr(module, key, value.to(self.device, copy=True))
-            elif value is not None and key in vars(module):
+            elif value != self._begun.get(f"{where}.{key}", value):  # a forward changes it
                 setattr(module, key, value)
         module.train(ours.training)
         for key, _ in list(module.named_parameters(recurse=False, remove_duplicate=False)):

@@ -96,9 +96,6 @@ class _ByLayer:
             if step == 0:
                 self._look_at(traces, recorder)
             comparison = self._comparison(step)
-            if step == 0:
-                buffers = {name: held[name] for name in sharded.buffers}
-                self._compare_before(comparison, Phase.BUFFER, buffers)
             self._compare_layers(comparison, recorder, traces, held)
             if not self._stops(comparison):
                 self._step(comparison)
@@ -114,6 +111,7 @@ class _ByLayer:
         if self._stops(comparison):
             ours = settings_of(sharded.optimizers, sharded.params)
             note_settings(found.seen, ours, self._settings)
+            sharded.look_at_modules(found.seen, self._layers.skeleton)
             self._look.conclude(found, comparison, self._contributions, self._sharded)
         return found
 
@@ -157,6 +155,7 @@ class _ByLayer:
     def _compare_build(self, comparison: Comparison) -> None:
         """Check that sharding changed no value, where ``build_model`` gave any."""
         self._compare_before(comparison, Phase.BUILD, self._sharded.params)
+        self._compare_before(comparison, Phase.BUILD, self._sharded.buffers)
         compare_replicas(comparison, Phase.BUILD, self._sharded.params)
 
     def _train(self, step: int) -> tuple[Recorder, list[Trace]]:
@@ -172,8 +171,9 @@ class _ByLayer:
         )
 
         def train() -> Trace:
-            with meeting(step, sharded.named), self._look.forward(sharded), recorder.recording():
-                with traced(sharded.named) as trace, recorder.watching():
+            watches = meeting(step, sharded.named), self._look.forward(sharded)
+            with watches[0], watches[1], recorder.recording(), traced(sharded.named) as trace:
+                with recorder.watching():
                     loss = next(program.losses_of(sharded.model, sharded.optimizers, batch))
                 recorder.in_backward = True
                 loss.backward()
@@ -281,6 +281,7 @@ class _ByLayer:
         for number, call in enumerate(calls):
             follows = rank > 0 and self._program.seeds is Seeds.ONCE and number in self._after
             self._draws.restore(self._after[number] if follows else call.draws)
+            self._program.prepare(layer, rank, name)
             with self._program.as_rank(rank):
                 again = replay(name, layer, call, self._device)
             self._after[number] = self._draws.state()
@@ -309,7 +310,7 @@ class _ByLayer:
         for number, attached in enumerate(call.attached):
             if call.recorded and found.attached[number] and not attached:
                 comparison.missing(f"the output of {name} requires no gradient; it", name)
-                self._found.seen.detached += (name,)
+                self._found.seen.detached += (f"the output of {name}",)
         handed = [
             (call.input_grads.get(number), found.input_grads.get(number))
             for number in sorted({*call.input_grads, *found.input_grads})
@@ -348,7 +349,7 @@ class _ByLayer:
     def _compare_before(
         self, comparison: Comparison, phase: Phase, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Check that sharding changed no tensor; buffers of layers are what these begin with."""
+        """Check that sharding changed no tensor."""
         for name, tensor in tensors.items():
             if name in self._sharded.before:
                 comparison.prints(phase, name, full(tensor), self._sharded.before[name])
