@@ -116,11 +116,12 @@ def test_dropout_is_equal_once_seeds_are_aligned() -> None:
     assert verdict_of(**DROPOUT.program, aligned_seeds=True).equal
 
 
+@pytest.mark.parametrize("layers", [False, True])
 @distributed(2)
-def test_dropout_of_ranks_that_are_seeded_alike_gets_a_remark() -> None:
+def test_dropout_of_ranks_that_are_seeded_alike_gets_a_remark(layers: bool) -> None:
     def remarks(seed: int, **changes: Any) -> list[str]:
         torch.manual_seed(seed)
-        notes = verdict_of(steps=1, aligned_seeds=True, **changes).notes
+        notes = verdict_of(steps=1, aligned_seeds=True, layers=layers, **changes).notes
         return [note for note in notes if "the same masks of dropout" in note]
 
     def seeded(model: nn.Module, given: Any) -> torch.Tensor:

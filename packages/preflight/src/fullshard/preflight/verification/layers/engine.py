@@ -28,7 +28,7 @@ from fullshard.preflight.verification.comparing.optimizers import (
     settings_of,
 )
 from fullshard.preflight.verification.comparing.replicas import compare_replicas, differing
-from fullshard.preflight.verification.comparing.tensors import full, local
+from fullshard.preflight.verification.comparing.tensors import full, generators_mark, local
 from fullshard.preflight.verification.comparing.updates import Updates
 from fullshard.preflight.verification.draws import Draws, State
 from fullshard.preflight.verification.layers.calls import Call, Recorder, Replay, replay
@@ -42,7 +42,7 @@ from fullshard.preflight.verification.program import (
     shapes_of,
 )
 from fullshard.preflight.verification.recovery import meeting
-from fullshard.preflight.verification.sharded import look_at
+from fullshard.preflight.verification.sharded import look_at, look_at_draws
 from fullshard.preflight.verification.snapshot import held_by, in_turn
 from fullshard.preflight.verification.tolerance import Tolerance
 from fullshard.preflight.verification.trace import Trace, fingerprint, first_place, traced
@@ -170,6 +170,8 @@ class _ByLayer:
             {name: self._layers.modules[name] for name in self._layers.names}, self._draws
         )
 
+        before = generators_mark()
+
         def train() -> Trace:
             watches = meeting(step, sharded.named), self._look.forward(sharded)
             with watches[0], watches[1], recorder.recording(), traced(sharded.named) as trace:
@@ -179,7 +181,9 @@ class _ByLayer:
                 loss.backward()
             return trace
 
-        return recorder, everyones(jointly(train))
+        traces = everyones(jointly(train))
+        look_at_draws(self._found, before)
+        return recorder, traces
 
     def _look_at(self, traces: list[Trace], recorder: Recorder) -> None:
         found, skeleton = self._found, self._layers.skeleton
