@@ -15,7 +15,7 @@ from support.verification.faults import FAULTS
 # Of each kind of cause the quickest to find, and one for each phase; the rest in the matrix.
 _FIRST = {
     "dropout",
-    "a sum in a buffer",
+    "a buffer in 16 bits",
     "a buffer that is rounded",
     "tokens that rank 1 rolls",
     "positions by rank",

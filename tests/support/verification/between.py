@@ -230,7 +230,14 @@ FAULTS = [
         aligned_seeds=True,
         by_layer=Phase.INPUT_GRADIENT,
     ),
-    _of_words("a backward hook", Phase.GRADIENT, "words.weight", HOOK, _after(_hooked)),
+    _of_words(
+        "a backward hook",
+        Phase.GRADIENT,
+        "words.weight",
+        HOOK,
+        _after(_hooked),
+        by_layer=Phase.INPUT_GRADIENT,
+    ),
     _of_words("a forward hook", Phase.LOSS, "blocks.1", HOOK, _after(_forward_hooked)),
     _of_words(
         "an embedding that a hook detaches",
@@ -238,6 +245,7 @@ FAULTS = [
         "words.weight",
         HOOK,
         _after(_detaching_hook),
+        by_layer=Phase.MISSING,
     ),
     _of_words(
         "an embedding that is detached",

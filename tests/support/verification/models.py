@@ -209,12 +209,12 @@ FAULTS = [
         torch.ones(9),
         shard=_reset_on_rank_1,
     ),
-    _between(
+    _with_buffer(
         "a buffer in 16 bits",
-        Phase.BUILD,
-        "between.freqs",
+        "freqs",
         DTYPE,
-        _run(lambda m, x: x + 0 * m.freqs, freqs=nn.Buffer(_FREQUENCIES)),
+        lambda m, x: x + 0 * m.freqs,
+        _FREQUENCIES,
         shard=_rounded,
     ),
     _in_loss(
@@ -265,5 +265,11 @@ FAULTS = [
         build_model=lambda: build(hidden=WIDTH),
         shard=_retied,
     ),
-    _missing("detached by sharding", "up.weight", DETACHED, shard=_detached),
+    _missing(
+        "detached by sharding",
+        "up.weight",
+        DETACHED,
+        shard=_detached,
+        by_layer=Phase.MISSING,
+    ),
 ]

@@ -182,7 +182,7 @@ def _of_graphs(outcome: Outcome) -> Iterator[Cause]:
     if seen.detached:
         yield Cause(
             name="an output that is detached",
-            evidence=f"{listed(seen.detached)} requires a gradient in the unsharded model only: "
+            evidence=f"{listed(_once(seen.detached))} requires a gradient in the unsharded model only: "
             "look for detach(), no_grad() or a hook that returns another tensor",
         )
     if seen.recomputed:

@@ -96,6 +96,9 @@ class _ByLayer:
             if step == 0:
                 self._look_at(traces, recorder)
             comparison = self._comparison(step)
+            if step == 0:  # right after sharding, the bits of another dtype were allowed
+                buffers = {name: held[name] for name in sharded.buffers}
+                self._compare_before(comparison, Phase.BUFFER, buffers)
             self._compare_layers(comparison, recorder, traces, held)
             if not self._stops(comparison):
                 self._step(comparison)
