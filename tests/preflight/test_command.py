@@ -170,6 +170,41 @@ def test_a_script_is_verified_and_the_verdict_is_a_value(tmp_path: Path) -> None
         assert verdict["equal"] and verdict["steps"] == 1 and verdict["first"] is None
 
 
+OF_STEP = (
+    SCRIPT[: SCRIPT.index("def loss")]
+    + """
+def step(model, optimizers, batch):
+    for optimizer in optimizers:
+        yield model(batch).square().mean()
+        optimizer.step()
+        optimizer.zero_grad()
+
+def optimizers(model):
+    return [torch.optim.Adam(each.parameters()) for each in model]
+"""
+)
+
+
+@distributed(2)
+def test_a_script_with_a_function_for_the_step_is_verified(tmp_path: Path) -> None:
+    folder = tmp_path / str(dist.get_rank())
+    folder.mkdir()
+    (folder / "own_script.py").write_text(OF_STEP)
+    with patch.object(sys, "path", [*sys.path]):
+        assert COMMAND.main(["verify", str(folder / "own_script.py"), "--steps", "1"]) == 0
+
+
+@pytest.mark.parametrize("command", ["plan", "races"])
+def test_a_script_with_a_function_for_the_step_is_run(command: str, script: str) -> None:
+    Path(script).write_text(OF_STEP)
+    assert COMMAND.main([command, script, "--mesh", "2"]) == 0
+
+
+def test_a_script_with_a_loss_may_have_other_functions_of_these_names(script: str) -> None:
+    Path(script).write_text(SCRIPT + "def step(): ...\ndef optimizers(): ...\n")
+    assert COMMAND.main(["plan", script, "--mesh", "2"]) == 0
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

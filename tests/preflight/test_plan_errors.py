@@ -146,7 +146,7 @@ def test_a_lazy_module_is_refused_with_what_to_do() -> None:
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused_with_what_to_do() -> None:
-    with pytest.raises(PlanError, match=r"a LBFGS, whose step\(\) calls a closure .*AdamW"):
+    with pytest.raises(ValueError, match=r"a LBFGS, whose step\(\) needs a closure .*AdamW"):
         _planned(optimizer=torch.optim.LBFGS)
 
 

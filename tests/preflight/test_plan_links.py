@@ -21,7 +21,7 @@ from fullshard.preflight import Category, Plan, Timeline, plan
 from fullshard.preflight.costs.collectives import Collective
 from fullshard.preflight.planning.choices import blocks_of
 from fullshard.preflight.planning.recorder import Transfer
-from fullshard.preflight.verification.program import adamw
+from fullshard.preflight.training import adamw
 from fullshard.sharding import fully_shard
 from support.modules import Stack
 from support.products import few

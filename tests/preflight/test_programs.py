@@ -142,7 +142,7 @@ def test_torchs_fsdp1_whose_parts_only_it_puts_together_is_refused() -> None:
 @pytest.mark.parametrize("layers", [False, True])
 @distributed(2)
 def test_an_optimizer_that_needs_a_closure_is_refused(layers: bool) -> None:
-    with pytest.raises(TypeError, match=r"LBFGS\.step\(\) needs a closure"):
+    with pytest.raises(ValueError, match=r"a LBFGS, whose step\(\) needs a closure"):
         verdict_of(layers, optimizer=torch.optim.LBFGS)
 
 

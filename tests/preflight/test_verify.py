@@ -116,6 +116,24 @@ def test_dropout_is_equal_once_seeds_are_aligned() -> None:
     assert verdict_of(**DROPOUT.program, aligned_seeds=True).equal
 
 
+@pytest.mark.parametrize("layers", [False, True])
+@distributed(2)
+def test_dropout_of_ranks_that_are_seeded_alike_gets_a_remark(layers: bool) -> None:
+    def remarks(seed: int, **changes: Any) -> list[str]:
+        torch.manual_seed(seed)
+        notes = verdict_of(steps=1, aligned_seeds=True, layers=layers, **changes).notes
+        return [note for note in notes if "the same masks of dropout" in note]
+
+    def seeded(model: nn.Module, given: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        return loss(model, given)
+
+    assert remarks(3, **DROPOUT.program)
+    assert remarks(dist.get_rank(), **DROPOUT.program, loss=seeded)
+    assert not remarks(dist.get_rank(), **DROPOUT.program)
+    assert not remarks(3)
+
+
 @distributed(2)
 def test_weights_by_tokens_make_unequal_batches_equal() -> None:
     weighted = UNEQUAL.program["batch"]

@@ -19,6 +19,8 @@ _FIRST = [
     "dicts and keywords",
     "checkpoints with dropout",
     "tied weights",
+    "spectral norm",
+    "a count of forwards",
     "parameters in bfloat16",
     "groups of parameters",
     "bfloat16",

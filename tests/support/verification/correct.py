@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.optim import AdamW8bit, Muon
@@ -109,6 +110,27 @@ def _statistics() -> Any:
         flat=nn.Flatten(0, 1), norm=nn.BatchNorm1d(WIDTH), out=nn.Linear(WIDTH, WIDTH)
     )
     return model
+
+
+def _moving(make: Callable[[], nn.Module]) -> Callable[[], Any]:
+    """A model with a block that changes more than parameters in each forward."""
+    return lambda: Stack([_Attention(), make()], head=nn.Linear(WIDTH, WIDTH))
+
+
+class _Counting(nn.Linear):
+    """Counts its forwards in a buffer and in a number, and computes with both."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.forwards: torch.Tensor = nn.Buffer(torch.zeros((), dtype=torch.long))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape: ``[..., width]``, in and out."""
+        self.calls += 1
+        self.forwards = self.forwards + 1
+        out: torch.Tensor = super().forward(x) / (self.calls + self.forwards)
+        return out
 
 
 def _repeated() -> Any:
@@ -334,6 +356,10 @@ CORRECT: dict[str, Correct] = {
     "batch statistics in eval mode": Correct(
         program={"build_model": _statistics, "loss": _evaluated}
     ),
+    "spectral norm": Correct(
+        program={"build_model": _moving(lambda: spectral_norm(nn.Linear(WIDTH, WIDTH)))}
+    ),
+    "a count of forwards": Correct(program={"build_model": _moving(_Counting)}),
     "SGD with momentum": Correct(
         program={"optimizer": _of(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)}
     ),

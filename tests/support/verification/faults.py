@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from support.verification import communication, losses, models, optimizers
+from support.verification import between, communication, losses, models, optimizers
 from support.verification.fault import Fault
 
-FAULTS: list[Fault] = [*models.FAULTS, *losses.FAULTS, *communication.FAULTS, *optimizers.FAULTS]
+FAULTS: list[Fault] = [
+    *models.FAULTS,
+    *losses.FAULTS,
+    *between.FAULTS,
+    *communication.FAULTS,
+    *optimizers.FAULTS,
+]

@@ -136,7 +136,8 @@ def _changed_on_rank_1(model: Any) -> None:
 
 
 def _detached(model: Any) -> None:
-    model.up.register_forward_hook(lambda module, inputs, output: output.detach())
+    forward = model.up.forward
+    model.up.forward = lambda x: forward(x).detach()
     shard(model)
 
 
@@ -264,5 +265,11 @@ FAULTS = [
         build_model=lambda: build(hidden=WIDTH),
         shard=_retied,
     ),
-    _missing("detached by sharding", "up.weight", DETACHED, shard=_detached),
+    _missing(
+        "detached by sharding",
+        "up.weight",
+        DETACHED,
+        shard=_detached,
+        by_layer=Phase.MISSING,
+    ),
 ]

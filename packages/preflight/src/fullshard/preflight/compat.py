@@ -65,10 +65,12 @@ __all__ = [
     "is_fake",
     "lonely_group",
     "memory_changes",
+    "module_hooks",
     "on_values",
     "process_group_of",
     "schema_of",
     "storage_address",
+    "tree_leaves",
     "tree_map",
     "unknown_custom_operator",
 ]
@@ -127,6 +129,19 @@ def drop_hooks(param: torch.Tensor) -> None:
     """Take the hooks off ``param``."""
     for private in _KINDS.values():  # torch keeps calling hooks whose dict is only replaced
         (getattr(param, private, None) or {}).clear()
+
+
+def module_hooks(module: torch.nn.Module) -> dict[str, dict[int, Any]]:
+    """Return the hooks that ``module`` has by their kinds, and by number; torch does not list them.
+
+    To delete one takes it off the module.
+    """
+    return {
+        "forward pre": module._forward_pre_hooks,
+        "forward": module._forward_hooks,
+        "backward pre": module._backward_pre_hooks,
+        "backward": module._backward_hooks,
+    }
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -51,8 +51,9 @@ __all__ = ["main"]
 
 _PROGRAM = (
     "script.py or a module, with the functions build_model(), batch(step), loss(model, batch) and, "
-    "if you have them, shard(model), optimizer(params) and tokens(batch); or with :function, which "
-    "returns a dict of the arguments of fullshard.preflight.verify"
+    "if you have them, shard(model), optimizer(params) and tokens(batch); or step(model, "
+    "optimizers, batch) and optimizers(model) in place of loss and optimizer; or with :function, "
+    "which returns a dict of the arguments of fullshard.preflight.verify"
 )
 _CODES = "Exit code: 0, 1 if {finding}, 2 after a wrong argument or an error of the program."
 _MOST_CORES = 4  # with a rank of the doctor each, if there is no accelerator

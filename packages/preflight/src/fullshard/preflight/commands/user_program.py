@@ -30,6 +30,7 @@ from fullshard.preflight.verification.verify import verify
 __all__ = ["ProgramError", "accepted", "load_program", "planned", "raced"]
 
 _NEEDED = ("build_model", "batch", "loss")
+_OF_STEP = ("build_model", "batch", "step", "optimizers")  # if there is no loss
 _OPTIONAL = ("shard", "optimizer", "tokens")
 _FUNCTION = "preflight"
 
@@ -45,7 +46,8 @@ def load_program(name: str) -> dict[str, Any]:
         name: ``script.py``, ``module`` or either with ``:function``. The function returns a dict of
             arguments. Without a function: the function ``preflight`` of the module, if there is
             one; else the module's functions ``build_model``, ``batch``, ``loss``, and ``shard``,
-            ``optimizer`` and ``tokens`` if it has them.
+            ``optimizer`` and ``tokens`` if it has them. A module without ``loss`` has ``step`` and
+            ``optimizers`` in place of ``loss`` and ``optimizer``.
 
     Raises:
         ProgramError: if it cannot be imported, or a function is missing.
@@ -78,7 +80,7 @@ def _check_names(script: Path, name: str) -> None:
         return  # the import has the message
     bound = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
     is_open = "import *" in source or "globals()" in source  # names that no symbol shows
-    if not (is_open or _FUNCTION in bound or bound >= {*_NEEDED}):
+    if not (is_open or _FUNCTION in bound or bound >= {*_NEEDED} or bound >= {*_OF_STEP}):
         raise ProgramError(_lacks(name, [each for each in _NEEDED if each not in bound]))
 
 
@@ -125,17 +127,20 @@ def _called(module: ModuleType, function: str, name: str) -> dict[str, Any]:
 
 
 def _by_name(module: ModuleType, name: str) -> dict[str, Any]:
-    found = {each: getattr(module, each, None) for each in (*_NEEDED, *_OPTIONAL)}
-    missing = [each for each in _NEEDED if not callable(found[each])]
-    if missing:
-        raise ProgramError(_lacks(name, missing))
-    return {each: value for each, value in found.items() if callable(value)}
+    names = (*_NEEDED, *_OF_STEP, *_OPTIONAL)
+    found = {each: value for each in names if callable(value := getattr(module, each, None))}
+    if found.keys() >= {*_NEEDED}:  # functions called step and optimizers are the script's own
+        return {each: found[each] for each in (*_NEEDED, *_OPTIONAL) if each in found}
+    if found.keys() >= {*_OF_STEP}:
+        return {each: value for each, value in found.items() if each != "optimizer"}
+    raise ProgramError(_lacks(name, [each for each in _NEEDED if each not in found]))
 
 
 def _lacks(name: str, missing: list[str]) -> str:
     return (
         f"{name} has no function {', '.join(missing)}; it needs build_model(), batch(step) and "
-        "loss(model, batch), at the top level and outside of `if __name__ == '__main__'`, or "
+        "loss(model, batch), or step(model, optimizers, batch) and optimizers(model) in place of "
+        "loss, at the top level and outside of `if __name__ == '__main__'`, or "
         f"a function {_FUNCTION}() that returns a dict of them; `fullshard init example.py` writes "
         "a script that has them"
     )
@@ -163,11 +168,13 @@ def raced(found: Mapping[str, Any], mesh: tuple[int, ...], *, steps: int) -> Rac
     def train(world: DeviceMesh) -> None:
         model = run.built()
         model = call_shard(run.shard, model, world) or model
-        optimizer = run.optimizer_of(model.parameters())
+        optimizers = run.optimizers_of(model)
         for step in range(steps):
-            run.loss_of(model, run.batch_of(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            for loss in run.losses_of(model, optimizers, run.batch_of(step)):
+                loss.backward()
+            if run.step is None:
+                optimizers[0].step()
+                optimizers[0].zero_grad()
 
     return check(train, mesh=_world(mesh))
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -21,8 +19,9 @@ from fullshard.preflight.compat import (
 )
 from fullshard.preflight.planning.memory.places import Places
 from fullshard.preflight.races.collectives import UnknownCollectiveError
+from fullshard.preflight.training import Training
 
-__all__ = ["PlanError", "check_model", "check_optimizer", "line_of", "saying_where"]
+__all__ = ["PlanError", "check_model", "line_of", "saying_where"]
 
 
 _LAZY = (
@@ -100,7 +99,7 @@ def _where(error: Exception, places: Places) -> str:
     name = _module_in(frames, places.names)
     if name:
         told = f"{place.phase} of {name}"
-    elif any(each.f_code.co_name == "_loss_of" for each in frames):
+    elif place.phase != "optimizer" and any(_is_of_loss(each) for each in frames):
         told = "the loss"
     else:
         told = str(place)
@@ -115,6 +114,10 @@ def _module_in(frames: Sequence[FrameType], names: Mapping[int, str]) -> str:
         if isinstance(module, nn.Module):
             return names.get(id(module), type(module).__name__) or "the model"
     return ""
+
+
+def _is_of_loss(frame: FrameType) -> bool:
+    return frame.f_code is Training.losses_of.__code__
 
 
 def line_of(frames: Iterable[FrameType]) -> str:
@@ -135,22 +138,3 @@ def check_model(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise PlanError(f"{name} has no shape: {_LAZY}")
-
-
-def check_optimizer(optimizer: object) -> None:
-    """Raise if a step of an optimizer cannot be planned.
-
-    Raises:
-        TypeError: if it is no optimizer.
-        PlanError: if its step computes the loss itself.
-    """
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer returned a {name}; return a torch.optim.Optimizer")
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise PlanError(
-            f"optimizer returned a {name}, whose step() calls a closure as often as the values of "
-            "the loss ask for, and a plan has no values; plan with an optimizer whose step() needs "
-            "none, such as torch.optim.AdamW"
-        )

@@ -14,10 +14,10 @@ from fullshard.preflight.costs.devices import Device, device_named
 from fullshard.preflight.costs.here import Here
 from fullshard.preflight.planning.choices import Choice, blocks_of, split_batch
 from fullshard.preflight.planning.memory.ledger import Category
-from fullshard.preflight.planning.plan import Loss, plan
+from fullshard.preflight.planning.plan import plan
 from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.world import MeshLike
-from fullshard.preflight.verification.program import adamw
+from fullshard.preflight.training import Loss, adamw
 from fullshard.preflight.wording import parse_bytes, size_text
 from fullshard.sharding import ShardingPlacements
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,6 @@ from fullshard.preflight.planning.choices import Choice, blocks_of, call_shard, 
 from fullshard.preflight.planning.failures import (
     PlanError,
     check_model,
-    check_optimizer,
     saying_where,
 )
 from fullshard.preflight.planning.measuring import Measuring
@@ -35,13 +34,18 @@ from fullshard.preflight.planning.world import MeshLike, axes_of, lonely_world
 from fullshard.preflight.simulation.device import accelerated
 from fullshard.preflight.simulation.host import offloading
 from fullshard.preflight.simulation.streams import Machine
-from fullshard.preflight.verification.program import adamw, scalar
+from fullshard.preflight.training import (
+    Loss,
+    MakeOptimizer,
+    MakeOptimizers,
+    Step,
+    Training,
+    adamw,
+)
 from fullshard.sharding import FSDPModule
 from fullshard.sharding.spi import EarlyReduction, groups_of, require_count
 
 __all__ = ["PlanError", "plan", "shard_blocks"]
-
-Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def shard_blocks(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
@@ -52,11 +56,13 @@ def shard_blocks(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
 def plan(
     build_model: Callable[[], nn.Module],
     batch: Any,
-    loss: Loss,
+    loss: Loss | None = None,
     *,
     mesh: MeshLike,
     shard: Callable[..., object] = shard_blocks,
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
+    optimizer: MakeOptimizer = adamw,
+    step: Step | None = None,
+    optimizers: MakeOptimizers | None = None,
     micro_batches: int = 1,
     device: str | Device | Here | None = None,
 ) -> Plan:
@@ -77,7 +83,11 @@ def plan(
         shard: shards the model. The function is called with the model, and with ``mesh=`` if it has
             this parameter.
         optimizer: makes the optimizer from the parameters.
-        micro_batches: backwards before each step of the optimizer.
+        step: in place of ``loss`` and ``optimizer``, a generator function of the model, its
+            optimizers and a batch. It calls the optimizers, and yields each loss in place of a
+            call of ``backward()``.
+        optimizers: with ``step``, makes a list of optimizers from the model.
+        micro_batches: backwards before each step of the optimizer; not with ``step``.
         device: what the ranks compute on, for the time of a step: ``"a100"``, ``"h100"``,
             ``"h200"``, ``"b200"``, ``"mi300x"``, or a ``Device`` of your own. None: any
             accelerator, without time. On these the engine runs on simulated streams, optimizers
@@ -94,12 +104,20 @@ def plan(
             measures this machine fails.
         RuntimeError: if this process is in a process group already.
         TypeError: if the mesh is no number of ranks and no pair, ``micro_batches`` no int, the loss
-            no tensor, or what ``optimizer`` returns no optimizer.
+            no tensor, or what ``optimizer`` returns no optimizer; if ``loss`` and ``step`` are both
+            given, or neither.
         ValueError: if a size of the mesh or ``micro_batches`` is below 1, or the loss no scalar; if
-            no device has this name, or the mesh has several axes and ``shard`` takes no mesh.
+            no device has this name, or the mesh has several axes and ``shard`` takes no mesh; if an
+            optimizer's step needs a closure; if ``micro_batches`` is given with ``step``.
     """
     axes = axes_of(mesh)
+    training = Training(loss=loss, optimizer=optimizer, step=step, optimizers=optimizers)
     require_count("micro_batches", micro_batches)
+    if step is not None and micro_batches > 1:
+        raise ValueError(
+            f"micro_batches is {micro_batches} and step= is given; yield the loss of each "
+            "micro-batch in step, and leave out micro_batches="
+        )
     if len(axes) > 1 and not takes_mesh(shard):
         raise ValueError(
             f"mesh is {axes}, and shard takes no mesh=, so that it would shard over all ranks; "
@@ -119,9 +137,9 @@ def plan(
             compiled = any(map(is_compiled, model.modules()))
             call_shard(shard, model, made)
             _materialise(model)
-            run = _Run(model, loss, optimizer, ledger, micro_batches)
+            run = _Run(model, training, ledger, micro_batches)
             construction = ledger.peak.nbytes
-            with places.followed(model, run.optimizer):
+            with places.followed(model, run.optimizers):
                 run.step(_without_data(batch))  # makes what later steps find: state and buffers
                 ledger.restart()
                 run.step(_without_data(batch))
@@ -222,14 +240,9 @@ class _Run:
     """Trains, and notes what the tensors are that it knows."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
-        ledger: Ledger,
-        micro_batches: int,
+        self, model: nn.Module, training: Training, ledger: Ledger, micro_batches: int
     ) -> None:
-        self._model, self._loss, self._ledger = model, loss, ledger
+        self._model, self._training, self._ledger = model, training, ledger
         self._micro_batches = micro_batches
         self._announces: FSDPModule | None = None  # if placements ask which backward is the last
         groups = groups_of(model, recurse=True) if isinstance(model, FSDPModule) else ()
@@ -238,29 +251,28 @@ class _Run:
         ):
             assert isinstance(model, FSDPModule), "it has groups"
             self._announces = model
-        self.optimizer = optimizer(model.parameters())
-        check_optimizer(self.optimizer)
+        self.optimizers = training.optimizers_of(model)
         ledger.note(Category.SHARDS, list(model.parameters()), list(model.buffers()))
         for module in model.modules():
             module.register_forward_pre_hook(self._note_gathered)
 
     def step(self, batch: Any) -> None:
-        """Run one step of the optimizer."""
+        """Run one step of the program."""
         note = self._ledger.note
         tree_map(partial(note, Category.BATCH), batch)
         for number in range(1, self._micro_batches + 1):
-            loss = self._loss_of(batch)
-            if self._announces is not None:
-                self._announces.set_is_last_backward(number == self._micro_batches)
-            loss.backward()
-        note(Category.GRADIENTS, [each.grad for each in self._model.parameters()])
-        self.optimizer.step()
-        for state in self.optimizer.state.values():
-            note(Category.OPTIMIZER_STATE, list(state.values()))
-        self.optimizer.zero_grad()
-
-    def _loss_of(self, batch: Any) -> torch.Tensor:
-        return scalar(self._loss(self._model, batch))
+            for loss in self._training.losses_of(self._model, self.optimizers, batch):
+                if self._announces is not None and self._training.step is None:
+                    self._announces.set_is_last_backward(number == self._micro_batches)
+                loss.backward()
+                note(Category.GRADIENTS, [each.grad for each in self._model.parameters()])
+        if self._training.step is None:
+            self.optimizers[0].step()
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                note(Category.OPTIMIZER_STATE, list(state.values()))
+        if self._training.step is None:
+            self.optimizers[0].zero_grad()
 
     def _note_gathered(self, module: nn.Module, args: Any) -> None:
         full = [each for each in module.parameters(recurse=False) if not isinstance(each, DTensor)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.preflight.tensors import each_tensor
+from fullshard.preflight.training import Training
+from fullshard.preflight.verification.comparing.modules import ModuleSettings, apply_settings
 from fullshard.preflight.verification.trace import fingerprint
 from fullshard.sharding.spi import require_count
 
@@ -22,11 +24,9 @@ __all__ = [
     "Choose",
     "Program",
     "Seeds",
-    "adamw",
     "looks_of",
     "remarks_on",
     "require_shapes",
-    "scalar",
     "sgd",
     "shapes_of",
 ]
@@ -36,11 +36,6 @@ IGNORED = -100
 
 Choose = Callable[[nn.Module], Iterable[nn.Module]]
 """Returns the layers of a model."""
-
-
-def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer if none is given."""
-    return torch.optim.AdamW(params, lr=1e-3)
 
 
 def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -60,7 +55,7 @@ class Seeds(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class Program(Training):
     """A training run; the arguments of ``verify``, which documents them.
 
     The fields after ``layers`` change the run for an experiment.
@@ -69,14 +64,14 @@ class Program:
         build_model: return the model, unsharded.
         shard: shard the model in place.
         batch: the batch of this rank, or a function of a step that returns it.
-        loss: return the loss of model and batch.
-        steps: optimizer steps of the run.
-        optimizer: return the optimizer of parameters.
+        steps: how many the run has.
         tokens: return the number of items that a loss is the mean of; None: all ranks have as many.
         seed: of random numbers.
         seeds: how random numbers are seeded.
         weighted: multiply each rank's loss by its share of all tokens.
         unhooked: build the reference without the hooks of its parameters.
+        bare: take off the hooks of modules that ``shard`` registered.
+        settings: by rank, attributes of modules that the reference takes on for its batch.
         modes: modules that the reference trains or evaluates as the sharded model does.
         by_rank: answer the reference's ``dist.get_rank()`` with the rank whose batch it has.
     """
@@ -84,21 +79,22 @@ class Program:
     build_model: Callable[[], nn.Module]
     shard: Callable[[nn.Module], Any]
     batch: Any
-    loss: Callable[[nn.Module, Any], torch.Tensor]
     steps: int = 3
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw
     tokens: Callable[[Any], float] | None = None
     seed: int = 0
     layers: bool | Choose | None = None
     seeds: Seeds = Seeds.ONCE
     weighted: bool = False
     unhooked: bool = False
+    bare: bool = False
+    settings: Sequence[ModuleSettings] = ()
     modes: Mapping[str, bool] = field(default_factory=dict)
     by_rank: bool = False
 
     def __post_init__(self) -> None:
         """Check what can be checked without a run."""
-        for name in ("build_model", "shard", "loss", "optimizer"):
+        super().__post_init__()
+        for name in ("build_model", "shard"):
             if not callable(getattr(self, name)):
                 given = type(getattr(self, name)).__name__
                 raise TypeError(f"{name} is a {given}; pass a function")
@@ -108,6 +104,11 @@ class Program:
             raise TypeError(
                 f"layers is a {type(self.layers).__name__}; pass True, False, None, or a function "
                 "that returns modules of the model it is given"
+            )
+        if self.step is not None and self.layers not in (None, False):
+            raise ValueError(
+                "layers= and step= are both given, and layers are compared in steps of one "
+                "backward; leave out layers= to compare the whole model"
             )
         require_count("steps", self.steps)
 
@@ -125,30 +126,16 @@ class Program:
             model = self.built()
         return model.to("meta")
 
-    def optimizer_of(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer of ``params``.
-
-        Raises:
-            TypeError: if its step cannot be called without a closure.
-        """
-        optimizer = self.optimizer(params)
-        needed = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if needed is not None and needed.default is inspect.Parameter.empty:
-            raise TypeError(
-                f"{type(optimizer).__name__}.step() needs a closure, which runs the model several "
-                "times; verify compares one backward per step. Pass another optimizer"
-            )
-        return optimizer
-
     def batch_of(self, step: int) -> Any:
         """Return this rank's batch of a step."""
         if callable(self.batch) and not isinstance(self.batch, nn.Module):
             return self.batch(step) if inspect.signature(self.batch).parameters else self.batch()
         return self.batch
 
-    def loss_of(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Return the loss of a batch; raises as ``scalar``."""
-        return scalar(self.loss(model, batch))
+    def prepare(self, model: nn.Module, rank: int, path: str = "") -> None:
+        """Give ``model``, called ``path``, the settings of a rank, if the program asks for it."""
+        if self.settings:
+            apply_settings(self.settings[rank], model, path)
 
     def as_rank(self, rank: int) -> AbstractContextManager[object]:
         """Return a context in which ``dist.get_rank()`` is ``rank``, if the program asks for it."""
@@ -158,23 +145,6 @@ class Program:
     def but(self, **changes: Any) -> Program:
         """Return a copy of the program with some changes."""
         return replace(self, **changes)
-
-
-def scalar(loss: object) -> torch.Tensor:
-    """Return what a user's function gave as a loss, a scalar.
-
-    Raises:
-        TypeError: if it is no tensor.
-        ValueError: if it is no scalar.
-    """
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"loss returned a {type(loss).__name__}; return a scalar tensor")
-    if loss.numel() != 1:
-        raise ValueError(
-            f"loss returned a tensor of shape {tuple(loss.shape)}; return a scalar: the mean, or "
-            "the sum"
-        )
-    return loss.reshape(())
 
 
 def shapes_of(batch: Any) -> list[tuple[int, ...]]:

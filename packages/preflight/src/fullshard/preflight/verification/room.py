@@ -14,17 +14,23 @@ __all__ = ["has_room", "nbytes", "reference_device"]
 
 COPIES = 4
 """Parameters, gradients, and two numbers per parameter for an optimizer like Adam."""
+COPIES_OF_STEP = 9
+"""The same twice, to begin each rank's batch alike, and a sum of gradients."""
 
 
 def reference_device(
-    model: nn.Module, home: torch.device, what: str = "the unsharded model"
+    model: nn.Module,
+    home: torch.device,
+    what: str = "the unsharded model",
+    copies: int = COPIES,
 ) -> torch.device:
     """Return ``home`` if it has room to train a reference like ``model``, and otherwise the CPU.
 
     Raises:
-        MemoryError: if neither has room; ``what`` is the model's name in its message.
+        MemoryError: if neither has room for ``copies`` times the parameters; ``what`` is the
+            model's name in its message.
     """
-    wanted = COPIES * nbytes(model)
+    wanted = copies * nbytes(model)
     cpu = torch.device("cpu")
     for device in dict.fromkeys((home, cpu)):
         if wanted <= free_memory(device):

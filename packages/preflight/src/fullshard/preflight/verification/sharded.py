@@ -12,25 +12,33 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.preflight.compat import module_hooks
 from fullshard.preflight.verification.agree import everyones, jointly, raise_together
 from fullshard.preflight.verification.comparing.compare import Comparison
+from fullshard.preflight.verification.comparing.modules import (
+    added_hooks,
+    differing_settings,
+    module_settings,
+)
 from fullshard.preflight.verification.comparing.replicas import differing
+from fullshard.preflight.verification.comparing.tensors import generators_mark
 from fullshard.preflight.verification.names import clean, module_of, own_names
 from fullshard.preflight.verification.program import Program
 from fullshard.preflight.verification.trace import Trace, fingerprint
 from fullshard.preflight.verification.verdict import Outcome, Seen
 
-__all__ = ["Sharded", "aliases", "coarsest", "look_at"]
+__all__ = ["Sharded", "aliases", "coarsest", "look_at", "look_at_draws"]
 
 
 class Sharded:
-    """A model, sharded by the user's function, and the user's optimizer of it."""
+    """A model, sharded by the user's function, and the user's optimizers of it."""
 
     def __init__(self, program: Program) -> None:
         """Build and shards; an error of one rank is an error of all.
 
         ``before`` has a fingerprint of each parameter and buffer that had a value then; ``model``
-        is the model to call, and ``named`` the module inside that gives names.
+        is the model to call, and ``named`` the module inside that gives names. ``hooks`` has the
+        hooks of modules that ``shard`` registered.
         """
         built = raise_together(program.built)
         self.before = {
@@ -38,14 +46,27 @@ class Sharded:
             for name, param in (*built.named_parameters(), *built.named_buffers())
             if not param.is_meta
         }
+        known = {
+            id(hook): hook
+            for module in built.modules()
+            for registry in module_hooks(module).values()
+            for hook in registry.values()
+        }
         shapes = {name: param.shape for name, param in built.named_parameters()}
         found = jointly(lambda: program.shard(built))
         self.model = found if isinstance(found, nn.Module) else built
         self.named = own_names(self.model)
+        self.hooks = added_hooks(self.named, known)
+        for hook in self.hooks if program.bare else ():
+            del hook.registry[hook.number]
         self.params = {clean(name): each for name, each in self.named.named_parameters()}
-        self.buffers = {clean(name): each for name, each in self.named.named_buffers()}
         raise_together(lambda: self._require_whole(shapes))
-        self.optimizer = jointly(lambda: program.optimizer_of(self.params.values()))
+        self.optimizers = jointly(lambda: program.optimizers_of(self.model))
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Its buffers now, by name: a forward may put others in their place."""
+        return {clean(name): each for name, each in self.named.named_buffers()}
 
     @property
     def home(self) -> torch.device:
@@ -108,6 +129,17 @@ class Sharded:
             if name in tensors and tensors[name].dtype != each.dtype
         }
 
+    def look_at_modules(self, seen: Seen, reference: nn.Module | None) -> None:
+        """Note the hooks that ``shard`` registered, and settings that ``reference`` has not.
+
+        All ranks call it; rank 0 alone has the reference.
+        """
+        ranks = everyones((module_settings(self.named), [each.text for each in self.hooks]))
+        seen.hooks = tuple(dict.fromkeys(text for _, texts in ranks for text in texts))
+        if reference is not None:
+            theirs = module_settings(reference)
+            seen.changed = tuple(differing_settings(ours, theirs) for ours, _ in ranks)
+
     def compare_presence(self, comparison: Comparison, seen: Seen) -> list[str]:
         """Note gradients that only some ranks have; return the names that all or none have."""
         grads = {name: param.grad for name, param in self.params.items()}
@@ -136,16 +168,16 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 
 def look_at(found: Outcome, theirs: list[Trace], ours: list[Trace]) -> None:
-    """Note what the first forward of both shows: modules that some ranks skip, and dtypes.
+    """Note what a forward of both shows: modules that some ranks skip, and dtypes.
 
     ``theirs`` has the reference's by the batch's rank; empty where it has none of its own.
     """
     ran = [list(each.outputs) for each in ours]
     everywhere = set(ran[0]).intersection(*ran[1:])
     names = dict.fromkeys(name for each in ran for name in each if name not in everywhere)
-    found.seen.skipped = tuple(names)
+    found.seen.skipped += tuple(names)
     if theirs and theirs[0].outputs:
-        found.seen.strayed = tuple(
+        found.seen.strayed += tuple(
             name
             for name in names
             if any(
@@ -153,17 +185,43 @@ def look_at(found: Outcome, theirs: list[Trace], ours: list[Trace]) -> None:
                 for one, other in zip(ours, theirs, strict=True)
             )
         )
-        found.seen.detached = tuple(
-            name
-            for name in ours[0].outputs
-            if any(
-                name in one.outputs and name in other.attached and name not in one.attached
-                for one, other in zip(ours, theirs, strict=True)
-            )
-        )
+        found.seen.detached += _detached(theirs, ours)
+    relative = found.tolerance.relative
+    again = dict.fromkeys(name for each in ours for name in each.changed_again(relative))
+    found.seen.recomputed += tuple(again)
+    found.seen.passes += max(len(each.runs.get("", ())) for each in ours)
     dtypes = [set().union(*(each.dtypes for each in side)) for side in (theirs, ours)]
     found.dtypes = (coarsest(dtypes[0]), coarsest(dtypes[1]))
     found.tolerance = found.tolerance.of(coarsest({*found.dtypes}))
+
+
+def look_at_draws(found: Outcome, before: bytes) -> None:
+    """Note whether a forward drew random numbers, since the mark ``before``; all ranks call it."""
+    marks = everyones((before, generators_mark()))
+    found.drew |= any(one != other for one, other in marks)
+    is_apart = len({one for one, _ in marks}) > 1
+    found.reseeded |= is_apart and len({other for _, other in marks}) == 1
+
+
+def _detached(theirs: list[Trace], ours: list[Trace]) -> tuple[str, ...]:
+    """Return the outputs that require a gradient in the reference only; if none, such inputs.
+
+    Modules that run again in backward are left out: there they require gradients.
+    """
+    again = set().union(*(each.again for each in ours))
+    names = [name for name in ours[0].inputs if name not in again]
+    pairs = list(zip(ours, theirs, strict=True))
+    outputs = [
+        f"the output of {name or 'the model'}"
+        for name in names
+        if any(name in a.outputs and name in b.attached - a.attached for a, b in pairs)
+    ]
+    inputs = [
+        f"an input of {name or 'the model'}"
+        for name in names
+        if any(name in a.inputs and name in b.entered - a.entered for a, b in pairs)
+    ]
+    return tuple(outputs or inputs)
 
 
 def coarsest(dtypes: set[torch.dtype]) -> torch.dtype:

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.preflight.compat import backward_number, tree_leaves
 from fullshard.preflight.tensors import each_tensor
+from fullshard.preflight.verification.comparing.tensors import generators_mark
 from fullshard.preflight.verification.names import clean
 
 __all__ = ["Place", "Trace", "fingerprint", "first_place", "parts", "traced"]
@@ -26,16 +28,49 @@ class Trace:
     """One forward.
 
     Attributes:
-        outputs: per module that ran, in the order in which they ended, a fingerprint of its output.
-        inputs: fingerprints of the modules' inputs, in this form.
+        outputs: per module that ran, in the order in which they ended, fingerprints of the floating
+            tensors that it returned first.
+        inputs: fingerprints of all tensors and numbers that the modules were given first.
         attached: modules whose output requires a gradient.
+        entered: modules of whose inputs one requires a gradient.
         dtypes: the floating dtypes of parameters and outputs.
+        runs: per module what it returned each time, as ``outputs``.
+        again: the same of what ran again in backward, as with checkpointing.
+        draws: per module that drew random numbers, marks of the generators when it began.
+        begun: the last such mark of each module.
+        begun_again: per module that ran again in backward, such marks.
     """
 
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     attached: set[str] = field(default_factory=set)
+    entered: set[str] = field(default_factory=set)
     dtypes: set[torch.dtype] = field(default_factory=set)
+    runs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    again: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    draws: dict[str, list[bytes]] = field(default_factory=dict)
+    begun: dict[str, bytes] = field(default_factory=dict)
+    begun_again: dict[str, list[bytes]] = field(default_factory=dict)
+
+    def changed_again(self, relative: float) -> list[str]:
+        """Return the modules that did something else when they ran again in backward.
+
+        They returned something else, or drew other random numbers: the end of what checkpointing
+        computes again may be left out, so that the last module returns nothing.
+        """
+        drawn = [
+            name
+            for name, marks in self.begun_again.items()
+            if name in self.draws and not set(marks) <= set(self.draws[name])
+        ]
+        returned = [
+            name
+            for name, prints in self.again.items()
+            for came in prints
+            if name in self.runs
+            and not any(_is_near(came, each, relative) for each in self.runs[name])
+        ]
+        return list(dict.fromkeys([*drawn, *returned]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +80,14 @@ class Place:
     Attributes:
         module: the first module whose output differs; or, if what it was given differs too, the
             module that gave it that. Empty: the model itself, or nowhere.
+        given: in words, the module inside ``module`` that was given something else, and on which
+            rank; empty if none was.
         fed: whether the model itself had another input.
         found: whether they part in the forward at all.
     """
 
     module: str = ""
+    given: str = ""
     fed: bool = False
     found: bool = False
 
@@ -65,6 +103,8 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):  # a tensor parallel module gives it, on all of its ranks
         tensor = tensor.full_tensor()
     flat = tensor.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
     sample = flat[:: max(1, flat.numel() // _SAMPLE)].to("cpu", torch.float64).nan_to_num()
     weights = torch.cos(torch.arange(sample.numel(), dtype=torch.float64))
     known = flat.nan_to_num() if flat.is_floating_point() else flat.float()
@@ -75,7 +115,10 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def traced(model: nn.Module, prefix: str = "") -> Iterator[Trace]:
-    """Note what the modules of ``model``, which is called ``prefix``, do in a ``with`` block."""
+    """Note what the modules of ``model``, which is called ``prefix``, do in a ``with`` block.
+
+    What runs in backward there counts as a repetition.
+    """
     trace = Trace()
     with ExitStack() as stack:
         for name, module in model.named_modules(prefix=prefix):
@@ -89,23 +132,41 @@ def traced(model: nn.Module, prefix: str = "") -> Iterator[Trace]:
 def _enter(
     trace: Trace, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    if name not in trace.inputs:
-        trace.inputs[name] = _prints(_floating((args, kwargs)))
+    given = each_tensor((args, kwargs))
+    trace.begun[name] = generators_mark()
+    if backward_number() is not None:
+        trace.begun_again.setdefault(name, []).append(trace.begun[name])
+    elif name not in trace.inputs:
+        trace.inputs[name] = _prints([*given, *_numbers((args, kwargs))])
+        if any(each.requires_grad for each in given):
+            trace.entered.add(name)
 
 
 def _leave(trace: Trace, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-    floating = _floating(output)
+    floating = [each for each in each_tensor(output) if each.is_floating_point()]
+    prints = _prints(floating)
+    if backward_number() is not None:
+        trace.again.setdefault(name, []).append(prints)
+        return
+    trace.runs.setdefault(name, []).append(prints)
+    if trace.begun[name] != generators_mark():
+        trace.draws.setdefault(name, []).append(trace.begun[name])
     trace.dtypes.update(each.dtype for each in floating)
     own = module.parameters(recurse=False)
     trace.dtypes.update(param.dtype for param in own if param.is_floating_point())
     if name not in trace.outputs:
-        trace.outputs[name] = _prints(floating)
+        trace.outputs[name] = prints
         if any(each.requires_grad for each in floating):
             trace.attached.add(name)
 
 
-def _floating(value: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in each_tensor(value) if tensor.is_floating_point()]
+def _numbers(value: Any) -> list[torch.Tensor]:
+    """Return the numbers in nested containers, as tensors."""
+    return [
+        torch.tensor(float(each), dtype=torch.float64)
+        for each in tree_leaves(value)
+        if isinstance(each, bool | int | float)
+    ]
 
 
 def _prints(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -115,14 +176,16 @@ def _prints(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def first_place(theirs: list[Trace], ours: list[Trace], relative: float) -> Place:
     """Return where the runs part, by the traces of each rank's batch in both of them."""
-    for one, other in zip(ours, theirs, strict=True):
+    for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         for name, found in one.outputs.items():
             if _is_near(found, other.outputs.get(name), relative):
                 continue
+            inner = ""
             while name and not _is_near(one.inputs.get(name), other.inputs.get(name), relative):
+                inner = f"{name} on rank {rank}"
                 name = next(each for each in _around(name) if each in one.inputs or not each)
-            given = _is_near(one.inputs.get(name), other.inputs.get(name), relative)
-            return Place(module=name, fed=not given, found=True)
+            fed = not _is_near(one.inputs.get(name), other.inputs.get(name), relative)
+            return Place(module=name, given="" if fed else inner, fed=fed, found=True)
     return Place()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import torch
 
@@ -43,7 +44,8 @@ class Difference:
     Attributes:
         phase: when.
         step: in which step, from 0.
-        name: the parameter's or buffer's full name, or ``"loss"``.
+        name: the parameter's or buffer's full name, or ``"loss"``; ``"loss 2"`` is the second that
+            a step yields.
         module: the full name of the module that holds it, or, of a loss, of the first module whose
             output differs; empty for the root.
         error: the norm of the difference.
@@ -109,9 +111,14 @@ class Seen:
         cast: parameters and buffers that have another dtype when sharded, each with both dtypes.
         modes: modules in train mode in one model, and in eval mode in the other; by name whether it
             is train mode in the sharded model.
-        detached: modules whose output requires a gradient in the reference only.
+        detached: in words, outputs or inputs that require a gradient in the reference only.
         strayed: modules that only one of the models ran on a batch.
         traced: whether it was seen what modules return.
+        given: in words, a module that was given something else than in the reference.
+        changed: by rank, the settings of modules that the reference has not.
+        hooks: in words, the hooks of modules that ``shard`` registered.
+        recomputed: modules that returned something else when they ran again in backward.
+        passes: how often the sharded model ran in a step.
         parts: whether the runs part in a module; else they do in the loss function.
         fed: whether the sharded model was given other inputs.
         losses: by rank the loss of its batch, of the sharded model and of the reference.
@@ -128,6 +135,11 @@ class Seen:
     detached: tuple[str, ...] = ()
     strayed: tuple[str, ...] = ()
     traced: bool = False
+    given: str = ""
+    changed: tuple[dict[tuple[str, str], Any], ...] = ()
+    hooks: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
+    passes: int = 0
     parts: bool = False
     fed: bool = False
     losses: tuple[tuple[float, float], ...] = ()
@@ -151,6 +163,8 @@ class Outcome:
         causes: what a closer look found to be behind the first difference.
         known: other findings of the closer look.
         notes: how it was compared, and what was not.
+        drew: whether a forward of the sharded model drew random numbers.
+        reseeded: whether it seeds the generators of all ranks alike.
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -164,6 +178,8 @@ class Outcome:
     causes: list[Cause] = field(default_factory=list)
     known: list[str] = field(default_factory=list)
     notes: tuple[str, ...] = ()
+    drew: bool = False
+    reseeded: bool = False
 
     @property
     def first(self) -> Difference | None:

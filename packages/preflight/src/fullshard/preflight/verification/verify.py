@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.preflight.training import Loss, MakeOptimizer, MakeOptimizers, Step, adamw
 from fullshard.preflight.verification.agree import everyones, from_first, raise_together
 from fullshard.preflight.verification.causes.find import find_causes
 from fullshard.preflight.verification.closer.look import Look
-from fullshard.preflight.verification.comparing.tensors import digest
+from fullshard.preflight.verification.comparing.tensors import digest, generators_mark
 from fullshard.preflight.verification.draws import draws_restored
 from fullshard.preflight.verification.engine import run as run_whole
 from fullshard.preflight.verification.layers.engine import run_by_layer
-from fullshard.preflight.verification.program import Choose, Program, Seeds, adamw
+from fullshard.preflight.verification.program import Choose, Program, Seeds
 from fullshard.preflight.verification.recovery import recovering
 from fullshard.preflight.verification.room import has_room
 from fullshard.preflight.verification.verdict import Cause, Outcome, Verdict
 
 __all__ = ["verify"]
 
+_DRAWN_ALIKE = (
+    "forward draws random numbers, and the generators of all ranks were in the same state: ranks "
+    "seeded so have the same masks of dropout. Seed ranks apart, but tensor parallel ranks alike"
+)
+
 
 def verify(
     build_model: Callable[[], nn.Module],
     shard: Callable[[nn.Module], Any],
     batch: Any,
-    loss: Callable[[nn.Module, Any], torch.Tensor],
+    loss: Loss | None = None,
     *,
     steps: int = 3,
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
+    optimizer: MakeOptimizer = adamw,
+    step: Step | None = None,
+    optimizers: MakeOptimizers | None = None,
     tokens: Callable[[Any], float] | None = None,
     aligned_seeds: bool = False,
     layers: bool | Choose | None = None,
@@ -48,12 +55,12 @@ def verify(
     differs, and repeats some of these runs to test possible causes.
 
     All ranks call it, with the same arguments but for the batch. The rank with the unsharded model
-    needs room for four times the parameters. Where that has none, or the model has no values before
-    it is sharded, it goes layer by layer: each layer alone is run again unsharded, given the
-    inputs, random numbers and gradients of the sharded run. Compared are its outputs, the gradients
-    of its inputs and parameters, its buffers and its updates. This mode needs four times the
-    largest layer, and does not check the code between layers. Random numbers go on afterwards as if
-    it had not run.
+    needs room for four times the parameters, with ``step`` for nine times. Where that has none, or
+    the model has no values before it is sharded, it goes layer by layer: each layer alone is run
+    again unsharded, given the inputs, random numbers and gradients of the sharded run. Compared are
+    its outputs, the gradients of its inputs and parameters, its buffers and its updates. This mode
+    needs four times the largest layer, and does not check the code between layers. Random numbers
+    go on afterwards as if it had not run.
 
     Args:
         build_model: makes the unsharded model, the same each time from the seed; on the meta device
@@ -65,6 +72,10 @@ def verify(
         loss: of a model and a batch, a scalar tensor.
         steps: how many steps.
         optimizer: makes an optimizer of parameters; AdamW if not given.
+        step: in place of ``loss`` and ``optimizer``, a generator function of a model, its
+            optimizers and a batch. It calls the optimizers, and yields each loss in place of a
+            call of ``backward()``: there both models have their backward and are compared.
+        optimizers: with ``step``, makes a list of optimizers of a model.
         tokens: how many items of a batch its loss is the mean of, if ranks may have unequal
             numbers; the reference then weighs each rank's loss by its part of all.
         aligned_seeds: seed each rank's random numbers alike in both runs, for dropout.
@@ -81,8 +92,10 @@ def verify(
     Raises:
         RuntimeError: if ``torch.distributed`` is not initialised; if another rank raised.
         ValueError: if ``build_model`` gives other values each time, or on other ranks; if batches
-            differ in shape and ``tokens`` is not given; if the loss is no scalar; if ``layers``
-            are none.
+            differ in shape and ``tokens`` is not given; if a loss is no scalar; if ``layers``
+            are none, or are given with ``step``; if an optimizer's step needs a closure.
+        TypeError: if ``loss`` and ``step`` are both given, or neither; if a function returns
+            something else than it should.
         MemoryError: if the unsharded model has no room with ``layers=False``, or not even its
             largest layer has.
     """
@@ -100,17 +113,23 @@ def verify(
         loss=loss,
         steps=steps,
         optimizer=optimizer,
+        step=step,
+        optimizers=optimizers,
         tokens=tokens,
         seeds=Seeds.BY_RANK if aligned_seeds else Seeds.ONCE,
         layers=layers,
         seed=seed,
     )
+    alike = len(set(everyones(generators_mark()))) == 1
     with draws_restored():
-        return recovering(lambda: _verified(make, stretch))
+        return recovering(lambda: _verified(make, stretch, alike))
 
 
-def _verified(make: Callable[[], Program], stretch: float) -> Verdict:
-    """The verdict on the program that ``make`` returns, after checking it."""
+def _verified(make: Callable[[], Program], stretch: float, alike: bool) -> Verdict:
+    """The verdict on the program that ``make`` returns, after checking it.
+
+    ``alike``: whether the generators of all ranks were in one state when it was called.
+    """
     program = raise_together(make)
     _require_deterministic(program)
     run = run_by_layer if _is_by_layer(program) else run_whole
@@ -120,6 +139,8 @@ def _verified(make: Callable[[], Program], stretch: float) -> Verdict:
         causes, known = find_causes(
             program, found, lambda changed, look: run(changed, stretch, look)
         )
+    if found.drew and dist.get_world_size() > 1 and (alike or found.reseeded):
+        found.notes += (_DRAWN_ALIKE,)
     return _verdict(program, found, causes, known)
 
 
@@ -127,13 +148,15 @@ def _is_by_layer(program: Program) -> bool:
     """Whether to compare layer by layer: if asked, or if the whole model has no values or room."""
     model = raise_together(program.built)
     empty = next((name for name, each in model.named_parameters() if each.is_meta), "")
-    if empty and program.layers is False:
+    is_whole = program.layers is False or program.step is not None
+    if empty and is_whole:
+        given = "step=" if program.step is not None else "layers=False"
         raise ValueError(
             f"{empty} of what build_model returned is on the meta device; return a model whose "
-            "parameters have values, or leave out layers=False to compare layer by layer"
+            f"parameters have values, or leave out {given} to compare layer by layer"
         )
-    if program.layers is not None:
-        return program.layers is not False
+    if is_whole or program.layers is not None:
+        return not is_whole
     return bool(empty) or from_first(not has_room(model))
 
 

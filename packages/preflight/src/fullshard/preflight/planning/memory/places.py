@@ -7,7 +7,7 @@ found by the numbers that autograd gives to what it records.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,8 +86,10 @@ class Places:
         return Place(self._phase, "" if number is None else self._recorded.of(number))
 
     @contextmanager
-    def followed(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Inside the ``with`` block, steps of the model and the optimizer are followed."""
+    def followed(
+        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+    ) -> Iterator[None]:
+        """Inside the ``with`` block, steps of the model and the optimizers are followed."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 self.names[id(module)] = name
@@ -95,8 +97,9 @@ class Places:
                 stack.enter_context(module.register_forward_pre_hook(enter, prepend=True))
                 stack.enter_context(module.register_forward_hook(self._leave, always_call=True))
             begin, end = partial(self._become, "optimizer"), partial(self._become, "between steps")
-            stack.enter_context(optimizer.register_step_pre_hook(begin))
-            stack.enter_context(optimizer.register_step_post_hook(end))
+            for optimizer in optimizers:
+                stack.enter_context(optimizer.register_step_pre_hook(begin))
+                stack.enter_context(optimizer.register_step_post_hook(end))
             self._phase = "between steps"
             yield
 

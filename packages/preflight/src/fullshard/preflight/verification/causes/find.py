@@ -44,7 +44,9 @@ def find_causes(program: Program, outcome: Outcome, run: Run) -> tuple[list[Caus
         experiments = _Experiments(program, outcome, run)
         others = [] if closer.decisive else shown
         found += closer.causes
-        shown = [*experiments.of_program(), *others, *(c for c in closer.causes if c.tested)]
+        shown = list(experiments.of_added_hooks())  # what a hook does has other names, too
+        if not shown:
+            shown = [*experiments.of_program(), *others, *(c for c in closer.causes if c.tested)]
         shown = shown or list(experiments.of_last_resort())
     causes = shown or [cause for cause in found if not cause.tested]
     named: dict[str, Cause] = {}
@@ -68,6 +70,16 @@ class _Experiments:
         except Exception:  # it shows nothing, as where ranks that draw apart skip other modules
             return False
 
+    def of_added_hooks(self) -> Iterator[Cause]:
+        """Yield a cause if both runs agree without the hooks that ``shard`` registered."""
+        hooks = self._outcome.seen.hooks
+        if hooks and self._helps(self._program.but(bare=True)):
+            yield Cause(
+                name="a hook of the sharded model alone",
+                evidence=f"{listed(hooks)}, registered by shard, and without these hooks both "
+                "agree. Register them in build_model, or leave them out",
+            )
+
     def of_program(self) -> Iterator[Cause]:
         """Yield what the program does that both runs do not do alike."""
         program = self._program
@@ -81,6 +93,7 @@ class _Experiments:
             )
         yield from self._of_hooks()
         yield from self._of_modes()
+        yield from self._of_settings()
 
     def _of_draws(self) -> Iterator[Cause]:
         name, program = "random numbers drawn per rank", self._program
@@ -122,6 +135,17 @@ class _Experiments:
                 "other, and in one mode both agree. Set it in build_model or loss",
             )
 
+    def _of_settings(self) -> Iterator[Cause]:
+        changed = self._outcome.seen.changed
+        if any(changed) and self._helps(self._program.but(settings=changed)):
+            named = {place: value for settings in changed for place, value in settings.items()}
+            told = [f"{key} of {name or 'the model'} is {v!r}" for (name, key), v in named.items()]
+            yield Cause(
+                name="a setting of a module that is not the same",
+                evidence=f"{listed(told)} in the sharded model only, and with these values in the "
+                "unsharded one both agree. Set it in build_model",
+            )
+
     def of_last_resort(self) -> Iterator[Cause]:
         """Yield causes to try if no other cause was shown."""
         first, program = self._outcome.first, self._program
@@ -132,7 +156,11 @@ class _Experiments:
                 evidence="the unsharded model agrees if dist.get_rank() answers it with the rank "
                 "whose batch it has: the model, or the loss, does something else on another rank",
             )
-        elif first.phase in _OPTIMIZERS and self._helps(program.but(optimizer=sgd)):
+        elif (
+            first.phase in _OPTIMIZERS
+            and program.step is None
+            and self._helps(program.but(optimizer=sgd))
+        ):
             yield Cause(
                 name="an optimizer that does not step alike",
                 evidence="gradients agree, and with SGD in its place so do updates: it does "

@@ -30,8 +30,10 @@ def seen_causes(program: Program, outcome: Outcome) -> Iterator[Cause]:
     yield from _of_modules(outcome, names)
     if first.phase is Phase.MISSING:
         yield from _missing(outcome, found)
+    if first.phase in (Phase.GRADIENT, Phase.INPUT_GRADIENT):
+        yield from _of_graphs(outcome)
     if first.phase is Phase.GRADIENT:
-        yield from _scaled(found)
+        yield from _scaled(found, outcome.seen.passes)
     if first.phase in (Phase.UPDATE, Phase.STATE):
         yield from _of_optimizer(outcome)
     places = lines_that_bypass(program, first.module)
@@ -123,6 +125,14 @@ def _of_modules(outcome: Outcome, names: list[str]) -> Iterator[Cause]:
             "same batch: look at what loss, or a hook before forward, makes of it, and whether "
             "that depends on the rank",
         )
+    elif first.phase is Phase.LOSS and seen.given:
+        yield Cause(
+            name="a module that is given other inputs",
+            evidence=f"{seen.given} is given something else than in the unsharded model, and "
+            f"{first.module or 'the model'}, which calls it, is given the same: look at what its "
+            "forward makes of it, and whether that depends on the rank",
+            tested=False,
+        )
     elif first.phase is Phase.LOSS and seen.traced and not seen.parts:
         yield from _of_loss(outcome)
 
@@ -155,12 +165,7 @@ def _missing(outcome: Outcome, found: list[Difference]) -> Iterator[Cause]:
             "in build_model, before sharding",
         )
     elif seen.detached:
-        yield Cause(
-            name="an output that is detached",
-            evidence=f"the output of {listed([each or 'the model' for each in seen.detached])} "
-            "requires a gradient in the unsharded model only: look for detach(), no_grad() or a "
-            "hook that returns another tensor",
-        )
+        yield from _of_graphs(outcome)
     else:
         yield Cause(
             name="gradients that are not reduced",
@@ -171,7 +176,25 @@ def _missing(outcome: Outcome, found: list[Difference]) -> Iterator[Cause]:
         )
 
 
-def _scaled(found: list[Difference]) -> Iterator[Cause]:
+def _of_graphs(outcome: Outcome) -> Iterator[Cause]:
+    """Yield causes that lie in what autograd recorded, or in what backward computes again."""
+    seen = outcome.seen
+    if seen.detached:
+        yield Cause(
+            name="an output that is detached",
+            evidence=f"{listed(_once(seen.detached))} requires a gradient in the unsharded model only: "
+            "look for detach(), no_grad() or a hook that returns another tensor",
+        )
+    if seen.recomputed:
+        yield Cause(
+            name="a module that computes something else in backward",
+            evidence=f"{listed(seen.recomputed)} ran again in backward, as with checkpointing, and "
+            "returned something else than in forward: look for preserve_rng_state=False with "
+            "dropout, and for state that changes in between",
+        )
+
+
+def _scaled(found: list[Difference], passes: int) -> Iterator[Cause]:
     """Yield a cause for one factor between all gradients that differ."""
     known = [each.scale for each in found if each.scale is not None and not each.ranks]
     if len(known) < max(2, len(found)):
@@ -179,15 +202,17 @@ def _scaled(found: list[Difference]) -> Iterator[Cause]:
     if max(known) - min(known) > 1e-2 * abs(max(known)):
         return
     world = dist.get_world_size()
-    meaning = {
-        float(world): "the world size: they are summed over ranks where a mean is expected",
-        1 / world: "1 over the world size: they are divided once too often",
-    }
-    near = [text for scale, text in meaning.items() if abs(known[0] - scale) < 1e-2 * scale]
+    meaning = [
+        (world, "the world size: they are summed over ranks where a mean is expected"),
+        (1 / world, "1 over the world size: they are divided once too often"),
+    ]
+    if passes > 1:
+        meaning.append((passes, "the number of forwards in a step: divide each loss by it"))
+    near = [text for scale, text in meaning if abs(known[0] - scale) < 1e-2 * scale]
     yield Cause(
         name="gradients scaled by one factor",
         evidence=f"all that differ are {known[0]:.4g} times the reference's"
-        + (f", {near[0]}" if near else "")
+        + (f", {', or '.join(near)}" if near else "")
         + "; look at the divide factor, and at what the loss is divided by",
     )
 

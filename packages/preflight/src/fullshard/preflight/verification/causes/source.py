@@ -28,7 +28,7 @@ def lines_that_bypass(program: Program, module: str) -> list[str]:
     for name in dict.fromkeys((module, module_of(module), "")):
         if isinstance(modules.get(name), nn.Module):
             places += _lines_in(type(modules[name]))
-    return places + _lines_in(program.loss)
+    return places + _lines_in(program.step or program.loss)
 
 
 def _lines_in(thing: Any) -> list[str]:

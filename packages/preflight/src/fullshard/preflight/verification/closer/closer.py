@@ -7,7 +7,7 @@ backwards a gradient is made, how an optimizer's step comes about, and where a t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,8 @@ class Closer(Look):
 
     def forward(self, sharded: Sharded) -> AbstractContextManager[None]:
         """Return a context in which full parameters are looked at."""
+        if self._program.step is not None:  # it steps optimizers between two forwards
+            return nullcontext()
         return self._gathered.watching(sharded)
 
     def gradient(self, name: str, ours: torch.Tensor | None) -> None:

@@ -55,9 +55,9 @@ class StepLook:
         own = {name: sharded.params[name] for name in self._names}
         self._after = {name: full(param) for name, param in own.items()}
         self._kept: dict[str, dict[str, torch.Tensor]] = {name: {} for name in own}
-        for name, key, value in full_states(states_of(sharded.optimizer, own)):
+        for name, key, value in full_states(states_of(sharded.optimizers, own)):
             self._kept[name][key] = value
-        self._settings = settings_of(sharded.optimizer, own)
+        self._settings = settings_of(sharded.optimizers, own)
         self._owners = {name: owners(param) for name, param in own.items()}
         self._right = self._stepped(self._start)
 

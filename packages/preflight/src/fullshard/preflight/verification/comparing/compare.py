@@ -72,6 +72,7 @@ class Comparison:
 
     def losses(
         self,
+        name: str,
         came: float,
         wanted: float,
         size: float,
@@ -80,6 +81,7 @@ class Comparison:
         """Compare the losses of a step; return where the runs part, if they do.
 
         Args:
+            name: which loss.
             came: the sharded model's.
             wanted: the reference's.
             size: the mean of the absolute losses of the batches, which may cancel.
@@ -91,7 +93,7 @@ class Comparison:
         place = Place()
         if error > allowed:
             place = first_place(*traces, self._tolerance.relative)
-        self._note(Phase.LOSS, "loss", error, allowed, module=place.module)
+        self._note(Phase.LOSS, name, error, allowed, module=place.module)
         return place
 
     def norms(

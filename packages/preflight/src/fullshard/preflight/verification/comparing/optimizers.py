@@ -36,13 +36,16 @@ States = Mapping[str, Mapping[str, torch.Tensor]]
 _KERNELS = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 
-def settings_of(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> Settings:
-    """Return what an optimizer is set to for each of the parameters that it has."""
+def settings_of(
+    optimizers: Iterable[torch.optim.Optimizer], params: Mapping[str, nn.Parameter]
+) -> Settings:
+    """Return what optimizers are set to for each of the parameters that they have."""
     names = {id(param): name for name, param in params.items()}
     return {
         names[id(param)]: {
             key: _plain(value) for key, value in group.items() if key not in _KERNELS
         }
+        for optimizer in optimizers
         for group in optimizer.param_groups
         for param in group["params"]
         if id(param) in names
@@ -73,12 +76,13 @@ def note_settings(seen: Seen, ours: Settings, theirs: Settings) -> None:
 
 
 def states_of(
-    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]
+    optimizers: Iterable[torch.optim.Optimizer], params: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the tensors and numbers that an optimizer keeps of each parameter."""
+    """Return the tensors and numbers that optimizers keep of each parameter."""
     return {
         name: {
             str(key): value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value)
+            for optimizer in optimizers
             for key, value in optimizer.state.get(param, {}).items()
             if isinstance(value, torch.Tensor | int | float)
         }

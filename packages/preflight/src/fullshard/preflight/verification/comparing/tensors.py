@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-__all__ = ["digest", "full", "local", "owners"]
+from fullshard.preflight.machine import usable_device
+
+__all__ = ["digest", "full", "generators_mark", "local", "owners"]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,3 +51,12 @@ def digest(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     copied = flat.clone()  # memory that numpy has seen cannot be resized any more
     return hashlib.blake2b(copied.numpy().data, digest_size=16).digest()
+
+
+def generators_mark() -> bytes:
+    """Return bytes that differ when torch's generators, here or on the device, are elsewhere."""
+    device = usable_device()
+    mark = digest(torch.get_rng_state())
+    if device.type != "cpu":
+        mark += digest(torch.get_device_module(device).get_rng_state(device))
+    return mark

@@ -104,12 +104,12 @@ class Stepped:
                 group.update(settings.get(names[id(param)], {}))
         for _ in range(times):
             optimizer.step()
-        self.states = states_of(optimizer, self.params)
-        self.settings = settings_of(optimizer, self.params)
+        self.states = states_of([optimizer], self.params)
+        self.settings = settings_of([optimizer], self.params)
 
 
 class Updates:
-    """The start of an optimizer's step; make one before the step, and compare after it.
+    """The start of the step of the only optimizer; make one before it, and compare after it.
 
     Attributes:
         unknown: parameters whose state has the shape of a shard, so that no reference has this
@@ -126,7 +126,7 @@ class Updates:
         self._device = device
         self.unknown: set[str] = set()
         self.coupled: set[str] = set()
-        state = sharded.optimizer.state
+        state = sharded.optimizers[0].state
         self.shards = Start(
             {name: each.detach().clone() for name, each in sharded.params.items()},
             {
@@ -180,7 +180,7 @@ class Updates:
                 wanted = again.params[name].detach()
                 comparison.tensors(Phase.UPDATE, name, came, wanted, start.values[name])
         own = {name: self.sharded.params[name] for name in names}
-        compare_states(comparison, states_of(self.sharded.optimizer, own), again.states)
+        compare_states(comparison, states_of(self.sharded.optimizers, own), again.states)
         if from_first(len(comparison.differences) > found) and not self._is_separable(names):
             self.coupled.update(names)
             comparison.forget_updates(names)

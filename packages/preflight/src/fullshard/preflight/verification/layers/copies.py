@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from fullshard.preflight.verification.names import clean
 from fullshard.preflight.verification.program import Choose, Program
 from fullshard.preflight.verification.room import nbytes, reference_device
 from fullshard.preflight.verification.sharded import Sharded, aliases
+from fullshard.preflight.verification.snapshot import held_by
 
 __all__ = ["Layers", "layer_names"]
 
@@ -47,6 +49,7 @@ class Layers:
         self.modules = {clean(name): each for name, each in self.sharded.named.named_modules()}
         self._aliases = aliases(self.skeleton)
         self._hooked = not program.unhooked
+        self._begun = held_by(self.sharded.named)
         self.owners = Counter(name for each in self.names for name in self.params_of(each))
 
     def _require_eager(self) -> None:
@@ -85,12 +88,12 @@ class Layers:
             done.update(groups[-1])
         return groups + [[name] for name in self.sharded.params if name not in done]
 
-    def copy(self, name: str, buffers: dict[str, torch.Tensor]) -> nn.Module | None:
+    def copy(self, name: str, held: dict[str, Any]) -> nn.Module | None:
         """Return a layer with full parameters on rank 0, None on others; all ranks call it.
 
         Args:
             name: of the layer.
-            buffers: by name, what the copy's are to begin with.
+            held: by name, the buffers and attributes that the copy begins with.
         """
         is_first = dist.get_rank() == 0
         layer = copy.deepcopy(self.skeleton.get_submodule(name)) if is_first else None
@@ -105,7 +108,7 @@ class Layers:
                     copy_hooks(trained[param], values[param])
         if layer is not None:
             for path, module in layer.named_modules():
-                self._fill(module, f"{name}.{path}" if path else name, values, buffers)
+                self._fill(module, f"{name}.{path}" if path else name, values, held)
         return layer
 
     def _fill(
@@ -113,18 +116,21 @@ class Layers:
         module: nn.Module,
         where: str,
         values: dict[str, nn.Parameter],
-        buffers: dict[str, torch.Tensor],
+        held: dict[str, Any],
     ) -> None:
-        """Give one module its parameters, buffers and other tensors; the rest is as it was."""
+        """Give one module its parameters, buffers, and attributes that are numbers or tensors."""
         ours = self.modules[where]
+        for key in vars(ours):
+            value = held.get(f"{where}.{key}")
+            if isinstance(value, torch.Tensor):
+                setattr(module, key, value.to(self.device, copy=True))
+            elif value != self._begun.get(f"{where}.{key}", value):  # a forward changes it
+                setattr(module, key, value)
         module.train(ours.training)
         for key, _ in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, key, values[self.known(f"{where}.{key}")])
         for key, _ in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(module, key, buffers[f"{where}.{key}"].to(self.device, copy=True))
-        for key, value in vars(ours).items():
-            if isinstance(value, torch.Tensor):
-                setattr(module, key, value.detach().to(self.device, copy=True))
+            setattr(module, key, held[f"{where}.{key}"].to(self.device, copy=True))
 
 
 def layer_names(model: nn.Module, choose: Choose | None = None) -> list[str]:

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from fullshard.preflight.verification.comparing.optimizers import (
     settings_of,
 )
 from fullshard.preflight.verification.comparing.replicas import compare_replicas, differing
-from fullshard.preflight.verification.comparing.tensors import full, local
+from fullshard.preflight.verification.comparing.tensors import full, generators_mark, local
 from fullshard.preflight.verification.comparing.updates import Updates
 from fullshard.preflight.verification.draws import Draws, State
 from fullshard.preflight.verification.layers.calls import Call, Recorder, Replay, replay
@@ -41,7 +42,8 @@ from fullshard.preflight.verification.program import (
     shapes_of,
 )
 from fullshard.preflight.verification.recovery import meeting
-from fullshard.preflight.verification.sharded import look_at
+from fullshard.preflight.verification.sharded import look_at, look_at_draws
+from fullshard.preflight.verification.snapshot import held_by, in_turn
 from fullshard.preflight.verification.tolerance import Tolerance
 from fullshard.preflight.verification.trace import Trace, fingerprint, first_place, traced
 from fullshard.preflight.verification.verdict import Outcome, Phase
@@ -89,14 +91,15 @@ class _ByLayer:
         comparison.untied(found.seen.untied)
         self._compare_build(comparison)
         for step in range(self._program.steps) if not self._stops(comparison) else ():
-            buffers = {name: each.detach().clone() for name, each in sharded.buffers.items()}
+            held = held_by(sharded.named)
             recorder, traces = self._train(step)
             if step == 0:
                 self._look_at(traces, recorder)
             comparison = self._comparison(step)
-            if step == 0:
+            if step == 0:  # right after sharding, the bits of another dtype were allowed
+                buffers = {name: held[name] for name in sharded.buffers}
                 self._compare_before(comparison, Phase.BUFFER, buffers)
-            self._compare_layers(comparison, recorder, traces, buffers)
+            self._compare_layers(comparison, recorder, traces, held)
             if not self._stops(comparison):
                 self._step(comparison)
             order = list(Phase)
@@ -104,13 +107,14 @@ class _ByLayer:
             found.largest = comparison.larger(found.largest)
             if self._stops(comparison):
                 break
-            sharded.optimizer.zero_grad()
+            sharded.optimizers[0].zero_grad()
         found.differences = comparison.differences
         sharded.look_at_tensors(found.seen, self._layers.skeleton)
         self._add_notes()
         if self._stops(comparison):
-            ours = settings_of(sharded.optimizer, sharded.params)
+            ours = settings_of(sharded.optimizers, sharded.params)
             note_settings(found.seen, ours, self._settings)
+            sharded.look_at_modules(found.seen, self._layers.skeleton)
             self._look.conclude(found, comparison, self._contributions, self._sharded)
         return found
 
@@ -121,7 +125,7 @@ class _ByLayer:
         """The optimizer's step, and what it makes of each layer's full parameters."""
         updates = Updates(self._sharded, self._program, self._device)
         self._look.before_update(lambda: updates)
-        jointly(self._sharded.optimizer.step)
+        jointly(self._sharded.optimizers[0].step)
         for names in self._layers.groups():
             self._settings |= updates.compare(comparison, names)
         compare_replicas(comparison, Phase.UPDATE, self._sharded.params)
@@ -154,6 +158,7 @@ class _ByLayer:
     def _compare_build(self, comparison: Comparison) -> None:
         """Check that sharding changed no value, where ``build_model`` gave any."""
         self._compare_before(comparison, Phase.BUILD, self._sharded.params)
+        self._compare_before(comparison, Phase.BUILD, self._sharded.buffers)
         compare_replicas(comparison, Phase.BUILD, self._sharded.params)
 
     def _train(self, step: int) -> tuple[Recorder, list[Trace]]:
@@ -168,15 +173,20 @@ class _ByLayer:
             {name: self._layers.modules[name] for name in self._layers.names}, self._draws
         )
 
+        before = generators_mark()
+
         def train() -> Trace:
-            with meeting(step, sharded.named), self._look.forward(sharded), recorder.recording():
-                with traced(sharded.named) as trace, recorder.watching():
-                    loss = program.loss_of(sharded.model, batch)
+            watches = meeting(step, sharded.named), self._look.forward(sharded)
+            with watches[0], watches[1], recorder.recording(), traced(sharded.named) as trace:
+                with recorder.watching():
+                    loss = next(program.losses_of(sharded.model, sharded.optimizers, batch))
                 recorder.in_backward = True
                 loss.backward()
             return trace
 
-        return recorder, everyones(jointly(train))
+        traces = everyones(jointly(train))
+        look_at_draws(self._found, before)
+        return recorder, traces
 
     def _look_at(self, traces: list[Trace], recorder: Recorder) -> None:
         found, skeleton = self._found, self._layers.skeleton
@@ -205,7 +215,7 @@ class _ByLayer:
         comparison: Comparison,
         recorder: Recorder,
         traces: list[Trace],
-        buffers: dict[str, torch.Tensor],
+        held: dict[str, Any],
     ) -> None:
         size = self._mean_size()
         self._contributions = Contributions(self._world, self._look.keeps)
@@ -219,7 +229,7 @@ class _ByLayer:
         left = Counter(self._layers.owners)
         sums: dict[str, torch.Tensor | None] = {}
         for name in self._layers.names:
-            layer = self._layers.copy(name, buffers)
+            layer = self._layers.copy(name, held)
             values = {} if layer is None else dict(layer.named_parameters())
             before = {inner: fingerprint(value) for inner, value in values.items()}
             self._contributions.follow(
@@ -256,7 +266,7 @@ class _ByLayer:
         """Run all ranks' calls of a layer again on rank 0; return whether any rank called it."""
         ran = False
         self._after = {}
-        for rank, trace in enumerate(traces):
+        for rank, trace in in_turn(layer, enumerate(traces)):
             theirs = from_first(calls, rank)
             ran = ran or bool(theirs)
             raise_together(partial(self._again, comparison, name, layer, (rank, theirs, trace)))
@@ -278,6 +288,7 @@ class _ByLayer:
         for number, call in enumerate(calls):
             follows = rank > 0 and self._program.seeds is Seeds.ONCE and number in self._after
             self._draws.restore(self._after[number] if follows else call.draws)
+            self._program.prepare(layer, rank, name)
             with self._program.as_rank(rank):
                 again = replay(name, layer, call, self._device)
             self._after[number] = self._draws.state()
@@ -306,7 +317,7 @@ class _ByLayer:
         for number, attached in enumerate(call.attached):
             if call.recorded and found.attached[number] and not attached:
                 comparison.missing(f"the output of {name} requires no gradient; it", name)
-                self._found.seen.detached += (name,)
+                self._found.seen.detached += (f"the output of {name}",)
         handed = [
             (call.input_grads.get(number), found.input_grads.get(number))
             for number in sorted({*call.input_grads, *found.input_grads})
@@ -345,7 +356,7 @@ class _ByLayer:
     def _compare_before(
         self, comparison: Comparison, phase: Phase, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Check that sharding changed no tensor; buffers of layers are what these begin with."""
+        """Check that sharding changed no tensor."""
         for name, tensor in tensors.items():
             if name in self._sharded.before:
                 comparison.prints(phase, name, full(tensor), self._sharded.before[name])
