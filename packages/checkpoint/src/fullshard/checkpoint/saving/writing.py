@@ -42,12 +42,12 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.agreement import format_error
 from fullshard.checkpoint.files.write_errors import write_error
 from fullshard.checkpoint.saving.file_checksums import (
-    checksum_of,
     checksums_name,
     remove_checksums,
     write_checksums,
 )
 from fullshard.checkpoint.saving.meeting import LostRanksError, Meeting
+from fullshard.checkpoint.saving.zip_checksums import checksum_of_zips
 
 __all__ = ["SaveError", "write"]
 
@@ -140,7 +140,10 @@ def write(
         if error is None:
             mine = _own_part(planner, owners, meeting.rank)
             results = _write_files(planner, mine, folder, prefix)
-            sums = {name: checksum_of(folder / name) for name in _files(results)}
+            sums = {
+                name: checksum_of_zips(folder / name, parts)
+                for name, parts in _files(results).items()
+            }
             plain = _plain_sums(planner.state_dict)
     except Exception as caught:
         error = write_error(caught, folder / f"{prefix}0.distcp", sum(map(_nbytes, mine.items)))
@@ -270,9 +273,12 @@ def _nbytes(item: WriteItem) -> int:
     return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
-def _files(results: Sequence[WriteResult]) -> set[str]:
-    """Return the names of the files that were written."""
-    return {result.storage_data.relative_path for result in results}
+def _files(results: Sequence[WriteResult]) -> dict[str, list[tuple[int, int]]]:
+    """Return the first byte and the length of each part of the files that were written, by name."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for stored in (result.storage_data for result in results):
+        found.setdefault(stored.relative_path, []).append((stored.offset, stored.length))
+    return found
 
 
 def _commit(
