@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import zlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from fullshard.checkpoint import DamagedCheckpointError, async_save, check_checkpoint
 from fullshard.comm import PeerLostError
+from fullshard.sharding import fully_shard
 from support.ranks import RanksFailed, distributed, run_on_ranks
 from support.surface.model import build, sharded
 from support.surface.wrappings import adamw
@@ -118,3 +122,35 @@ def test_the_first_save_after_a_rank_has_ended_raises_and_does_not_wait(tmp_path
     with pytest.raises(RanksFailed) as ended:
         run_on_ranks(_saves_after_a_rank_has_ended, 2, tmp_path, fresh=True)
     assert ended.value.results[0].startswith("rank 1 has ended")
+
+
+@pytest.mark.parametrize("computed", [True, False])
+def test_the_checksum_of_large_tensors_is_that_of_the_whole_file(
+    computed: bool, tmp_path: Path
+) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(computed)
+    try:
+        sizes = [10, 2**18, 2**18 + 3, 300_001, 7]
+        async_save({str(n): torch.randn(n) for n in sizes}, tmp_path).result()
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert check_checkpoint(tmp_path)  # reads every byte
+    _flip(next(tmp_path.glob("*.distcp")))
+    with pytest.raises(DamagedCheckpointError, match="is not as it was written"):
+        check_checkpoint(tmp_path)
+
+
+@distributed(2)
+def test_a_save_computes_no_checksum_of_large_shards_again(tmp_path: Path) -> None:
+    state, read, crc32 = fully_shard(nn.Linear(1024, 1024)).state_dict(), [0], zlib.crc32
+
+    def counted(data: Any, before: int = 0) -> int:
+        read[0] += len(data)
+        return crc32(data, before)
+
+    with patch.object(zlib, "crc32", counted):
+        async_save(state, tmp_path).result()
+    assert 0 < read[0] < 2**17 < state["weight"].to_local().nbytes
+    dist.barrier()
+    assert check_checkpoint(tmp_path)

@@ -379,16 +379,21 @@ def test_a_target_below_a_file_is_refused(source: Checkpoint, kind: str, tmp_pat
         convert(source, target, to=kind)
 
 
-def test_an_error_of_torchs_writer_is_reported(
-    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", SUFFIX)
+def test_a_full_disk_is_named_with_the_bytes_that_are_needed(
+    source: Checkpoint, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    opened = Path.open
 
-    def fail(*given: Any) -> None:
-        raise RuntimeError("unexpected pos 768 vs 662")  # of a full disk
+    def on_a_full_disk(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        path = Path("/dev/full") if "w" in mode else self
+        return opened(path, mode, *args, **kwargs)
 
-    monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(ConvertError, match=r"b\.pt cannot be written: unexpected pos"):
-        convert(source, tmp_path / "b.pt")
+    monkeypatch.setattr(Path, "open", on_a_full_disk)
+    text = rf"device: .*b.*: {source.nbytes} bytes are to be written, and \d+ bytes and "
+    with pytest.raises(ConvertError, match=f"cannot be written: .*No space left on {text}"):
+        convert(source, tmp_path / f"b{SUFFIX[kind]}", to=kind)
+    assert [each.name for each in tmp_path.iterdir()] == ["a.pt"]
 
 
 def test_a_torch_target_needs_a_suffix_by_which_it_is_recognised(

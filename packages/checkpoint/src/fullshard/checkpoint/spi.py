@@ -6,6 +6,7 @@ from fullshard.checkpoint.boxes import Box, box_at, box_here
 from fullshard.checkpoint.files.headers import DTYPE_NAMES, header_bytes
 from fullshard.checkpoint.files.reading import Reader
 from fullshard.checkpoint.files.sets import INDEX, SINGLE, find_files, read_set
+from fullshard.checkpoint.files.write_errors import write_error
 from fullshard.checkpoint.parts import Place, as_cut, fitted, unwrapped, whole
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "read_set",
     "unwrapped",
     "whole",
+    "write_error",
 ]

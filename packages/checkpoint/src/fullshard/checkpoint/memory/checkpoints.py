@@ -215,12 +215,13 @@ class MemoryCheckpoints:
             content = slot.allocate(contents.nbytes)
             contents.copy_to(content)
             written = _Written(self._count, step, contents, content)
+        except OSError as caught:  # every rank gets it as the result
+            error = caught
         except BaseException as caught:  # the other ranks get the error, in their threads
             pending.seen, error = True, caught
         self._latest = pending
-        work = (pending, written, error)
-        self._thread.submit(self._run_save, *work)
-        if error is not None:
+        self._thread.submit(self._run_save, pending, step, written, error)
+        if error is not None and pending.seen:
             raise error
         return pending
 
@@ -241,7 +242,11 @@ class MemoryCheckpoints:
                 self._latest.result()
 
     def _run_save(
-        self, pending: PendingSave, written: _Written | None, error: BaseException | None
+        self,
+        pending: PendingSave,
+        step: int,
+        written: _Written | None,
+        error: BaseException | None,
     ) -> None:
         try:
             outgoing = None
@@ -249,8 +254,7 @@ class MemoryCheckpoints:
                 outgoing = None if written is None else self._outgoing(written)
             except Exception as caught:
                 error = caught
-            step = "" if written is None else f", step {written.step}"
-            complete(self._group, self._hosts, outgoing, error, f"{self._what}{step}")
+            complete(self._group, self._hosts, outgoing, error, f"{self._what}, step {step}")
             if not self._turn:
                 self._made[0].remove_old(None)
             self._turn += 1

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fullshard.checkpoint.files.write_errors import write_error
 from fullshard.checkpoint.memory.segments import Manifest, read_manifest
 
 __all__ = ["AttemptFolder", "MemoryRun", "default_folder", "memory_runs", "open_run", "segments_in"]
@@ -48,6 +49,7 @@ def open_run(folder: Path, run: str) -> Path:
 
     Raises:
         ValueError: if ``run`` cannot be a name of a folder.
+        OSError: if the folder cannot be made.
         PermissionError: if the folder belongs to another user. Manifests are pickles.
         RuntimeError: if a process of an earlier attempt is alive.
     """
@@ -56,9 +58,12 @@ def open_run(folder: Path, run: str) -> Path:
             f"run is {run!r}; pass letters, digits, dots, underscores and dashes, such as the name "
             "or the number of the job"
         )
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / run
-    path.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise write_error(error, path) from error
     for each in (folder, path):
         found = each.stat()
         if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:

@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from fullshard.checkpoint.files.write_errors import write_error
+
 __all__ = ["Entry", "Manifest", "Slot", "allocated", "checksum", "map_segment", "read_manifest"]
 
 _MAGIC = b"fullshard segment 1\n"
@@ -142,6 +144,8 @@ class Slot:
                 else:
                     os.ftruncate(descriptor, size)
                 self._bytes = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+            except OSError as error:
+                raise write_error(error, self.path, size) from error
             finally:
                 os.close(descriptor)
         return self._bytes[:nbytes]
@@ -153,7 +157,10 @@ class Slot:
     def seal(self, manifest: bytes) -> None:
         """Put the manifest in place; see [Note: sealed]."""
         partial = self.path.with_name(f"{self.path.name}.partial")
-        partial.write_bytes(manifest)
+        try:
+            partial.write_bytes(manifest)
+        except OSError as error:
+            raise write_error(error, partial, len(manifest)) from error
         partial.replace(self.manifest)
 
 

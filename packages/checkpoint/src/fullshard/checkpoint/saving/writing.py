@@ -35,18 +35,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.agreement import format_error
+from fullshard.checkpoint.files.write_errors import write_error
 from fullshard.checkpoint.saving.file_checksums import (
-    checksum_of,
     checksums_name,
     remove_checksums,
     write_checksums,
 )
 from fullshard.checkpoint.saving.meeting import LostRanksError, Meeting
+from fullshard.checkpoint.saving.zip_checksums import checksum_of_zips
 
 __all__ = ["SaveError", "write"]
 
@@ -139,10 +140,13 @@ def write(
         if error is None:
             mine = _own_part(planner, owners, meeting.rank)
             results = _write_files(planner, mine, folder, prefix)
-            sums = {name: checksum_of(folder / name) for name in _files(results)}
+            sums = {
+                name: checksum_of_zips(folder / name, parts)
+                for name, parts in _files(results).items()
+            }
             plain = _plain_sums(planner.state_dict)
     except Exception as caught:
-        error = caught
+        error = write_error(caught, folder / f"{prefix}0.distcp", sum(map(_nbytes, mine.items)))
 
     def commit(told: Sequence[_Written]) -> str:
         differing.extend(_differing([each.plain for each in told]))
@@ -263,9 +267,18 @@ def _write_files(
     return results
 
 
-def _files(results: Sequence[WriteResult]) -> set[str]:
-    """Return the names of the files that were written."""
-    return {result.storage_data.relative_path for result in results}
+def _nbytes(item: WriteItem) -> int:
+    """Return the bytes of the elements that ``item`` writes."""
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def _files(results: Sequence[WriteResult]) -> dict[str, list[tuple[int, int]]]:
+    """Return the first byte and the length of each part of the files that were written, by name."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for stored in (result.storage_data for result in results):
+        found.setdefault(stored.relative_path, []).append((stored.offset, stored.length))
+    return found
 
 
 def _commit(
@@ -285,13 +298,15 @@ def _commit(
         sums.replace(folder / sums.name)
         _to_disk(folder)
         (temporary / ".metadata").replace(folder / ".metadata")
-        _to_disk(folder)
     except Exception as error:
-        return f"rank 0: {format_error(error)}"
+        with suppress(OSError):
+            (folder / checksums_name(save_id)).unlink(missing_ok=True)
+        return f"rank 0: {format_error(write_error(error, folder))}"
     finally:
         _remove_folder(temporary, (".metadata", ".metadata.tmp", checksums_name(save_id)))
     kept = {name for each in told for name in each.sums}
     with suppress(OSError):  # the next save removes them
+        _to_disk(folder)  # else the system may yet lose the rename
         remove_checksums(folder, kept=save_id)
         for path in folder.glob(_FILES):
             if path.name not in kept:
@@ -306,9 +321,9 @@ def _remove_folder(folder: Path, names: Sequence[str]) -> None:
 
     The names are given because the process may have no file descriptor left to list the folder.
     """
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # it was not made
+    with suppress(OSError):  # it was not made, or the file system became read-only
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
         folder.rmdir()
 
 
@@ -348,5 +363,6 @@ def _remove_files_of(folder: Path, prefix: str, names: Iterable[str]) -> None:
     found = set(names)
     with suppress(OSError):  # Python 3.12 lists nothing in its place
         found.update(path.name for path in folder.glob(f"{prefix}*"))
-    for name in found:
-        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # the file system became read-only
+        for name in found:
+            (folder / name).unlink(missing_ok=True)

@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.agreement import format_error, settle
+from fullshard.checkpoint.transfer import Sender
 from fullshard.checkpoint.weights.tensors import ModelTensor
+from fullshard.comm import waiting
 from fullshard.sharding.spi import Comparison, device_of_mesh
 
-__all__ = ["LOADING", "SAVING", "agree_over_meshes", "attempt"]
+__all__ = ["LOADING", "SAVING", "agree_on_writes", "agree_over_meshes", "attempt"]
 
 T = TypeVar("T")
 
@@ -42,6 +45,32 @@ def attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return call(), None
     except Exception as error:
         return None, error
+
+
+def agree_on_writes(sender: Sender | None, error: BaseException | None) -> None:
+    """Return if no rank found an error; an ``OSError`` of any rank raises alike on every rank.
+
+    Args:
+        sender: has the process group; None: this rank is alone.
+        error: what this rank found.
+
+    Raises:
+        OSError: on every rank, with the errors of all ranks.
+        RankMismatchError: on a rank that found none, if another found an error of another class.
+        Exception: ``error``.
+    """
+    verdict = ""
+    if sender is not None:
+        verdict = SAVING.verdict([], format_error(error), sender.process_group, sender.device)
+    if sender is not None and verdict:
+        mine = error.errno if isinstance(error, OSError) else None
+        codes = [mine] * sender.process_group.size()
+        with waiting("agreement"):
+            dist.all_gather_object(codes, mine, group=sender.process_group)
+        code = next((each for each in codes if each is not None), None)
+        if code is not None:
+            raise OSError(code, verdict) from error
+    settle(error, verdict)
 
 
 def agree_over_meshes(

@@ -22,7 +22,9 @@ from fullshard.checkpoint.agreement import agree_over
 from fullshard.checkpoint.boxes import Box
 from fullshard.checkpoint.files.checksums import PartialSum, Sums, joined
 from fullshard.checkpoint.files.folder import SaveFolder
+from fullshard.checkpoint.files.open_files import OpenFiles
 from fullshard.checkpoint.files.runs import span_of
+from fullshard.checkpoint.files.write_errors import write_error
 from fullshard.checkpoint.transfer import Sender, sender_of
 from fullshard.checkpoint.weights.layout import (
     PlannedFile,
@@ -31,7 +33,7 @@ from fullshard.checkpoint.weights.layout import (
     planned_tensors,
 )
 from fullshard.checkpoint.weights.matching import Rename, naming_of
-from fullshard.checkpoint.weights.ranks import SAVING, attempt
+from fullshard.checkpoint.weights.ranks import SAVING, agree_on_writes, attempt
 from fullshard.checkpoint.weights.report import SaveReport
 from fullshard.checkpoint.weights.sending import FileBlock, Rounds, blocks_of, shares_of
 from fullshard.checkpoint.weights.tensors import (
@@ -134,9 +136,10 @@ def save_safetensors(
         options: how files are written.
 
     Raises:
-        OSError: if there is no room, or a file cannot be written. The old set stays, unless the
-            text reports the new one.
-        RankMismatchError: on a rank that found no error, if another did.
+        OSError: on every rank, if there is no room, or a file cannot be written. The old set stays,
+            unless the text reports the new one.
+        RankMismatchError: if arguments differ, or on a rank that found no error in the model or the
+            arguments, if another did.
         RuntimeError: if the model is in the middle of a step, or in an ``unsharded`` block.
         TypeError: if an argument is of the wrong type.
         ValueError: if ``max_shard_size`` is no size, or the ranks of the model are not known.
@@ -219,8 +222,7 @@ class _Saving:
         self._size = 1 if sender is None else sender.process_group.size()
         self._boxes, save_id = self._told()
         self._folder = SaveFolder(folder, options.stem, save_id, len(files))
-        self._open: dict[int, int] = {}
-        self._written = 0
+        self._open = OpenFiles(self._folder, [file.nbytes for file in files])
         self._sums = Sums()
 
     def _told(self) -> tuple[list[list[Box]], str]:
@@ -242,7 +244,7 @@ class _Saving:
             self._together(lambda: self._prepare(total))
             self._together(self._create)
             error = rounds.run(self._write)
-            self._agree(error)
+            self._settle(error)
             sums = self._told_sums() if self._options.checksums else []
             self._together(lambda: self._close(sums))
             old = self._together(lambda: self._commit(total))
@@ -252,17 +254,18 @@ class _Saving:
             files=tuple(self._folder.final(number) for number in range(len(self._files))),
             index=self._folder.index if len(self._files) > 1 else None,
             total_bytes=total,
-            bytes_written=self._written,
+            bytes_written=self._open.written,
             bytes_sent=rounds.sent,
         )
 
-    def _agree(self, error: Exception | None) -> None:
-        _agree(self._sender, [], error)
+    def _settle(self, error: Exception | None) -> None:
+        told = None if error is None else write_error(error, self._folder.path)
+        agree_on_writes(self._sender, told)
 
     def _together(self, call: Callable[[], T]) -> T:
         """Return what ``call`` returns; raise on every rank what it raises on one."""
         found, error = attempt(call)
-        self._agree(error)
+        self._settle(error)
         return cast(T, found)
 
     def _prepare(self, total: int) -> None:
@@ -312,26 +315,16 @@ class _Saving:
         """Begin the files of which this rank writes the first bytes."""
         for number, file in enumerate(self._files):
             if self._writer(number) == self._rank:
-                flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-                self._open[number] = os.open(self._folder.written(number), flags, 0o666)
+                self._open.create(number)
                 if not self._options.checksums:  # else they are known in the end
-                    self._put(number, memoryview(file.header), 0)
+                    self._open.put(number, memoryview(file.header), 0)
 
     def _write(self, block: FileBlock, content: memoryview) -> None:
-        if block.file not in self._open:  # another rank began it
-            flags = os.O_WRONLY | os.O_CLOEXEC
-            self._open[block.file] = os.open(self._folder.written(block.file), flags)
         if self._options.checksums:
             tensor = block.shares.tensor
             first, _ = span_of(block.box, tensor.shape)
             self._sums.add(block.file, tensor.name, first * tensor.dtype.itemsize, content)
-        self._put(block.file, content, block.offset)
-
-    def _put(self, file: int, content: memoryview, offset: int) -> None:
-        while content:
-            done = os.pwrite(self._open[file], content, offset)
-            content, offset = content[done:], offset + done
-            self._written += done
+        self._open.put(block.file, content, block.offset)
 
     def _told_sums(self) -> list[dict[int, dict[str, list[PartialSum]]]]:
         """Return the checksums that each rank found, of files whose header this one writes."""
@@ -355,18 +348,12 @@ class _Saving:
                 }
                 header = file.header_with(found)
                 assert len(header) == len(file.header), "room was left for all checksums"
-                self._put(number, memoryview(header), 0)
-        for fd in self._open.values():
-            os.fsync(fd)
-        self._close_files()
-
-    def _close_files(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
+                self._open.put(number, memoryview(header), 0)
+        self._open.finish()
 
     def _abandon(self) -> None:
         numbers = range(len(self._files))
-        self._close_files()
+        self._open.abandon()
         self._folder.abandon([each for each in numbers if self._writer(each) == self._rank])
 
     def _commit(self, total: int) -> list[Path]:
@@ -378,8 +365,9 @@ class _Saving:
         try:
             self._folder.remove(old)
         except OSError as error:
-            error.add_note(f"the new set is in {self._folder.path}, complete; only this failed")
-            raise
+            told = write_error(error, self._folder.path)
+            text = f"the new set is in {self._folder.path}, complete; old files stay there: {told}"
+            raise OSError(error.errno, text) from error
 
 
 def _add(rounds: list[list[FileBlock]], block: FileBlock, limit: int) -> None:

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from fullshard.checkpoint.spi import write_error
 from fullshard.cli.converting.dcp_folders import METADATA, open_dcp, write_dcp
 from fullshard.cli.converting.entry import Checkpoint, ConvertError, Entry
 from fullshard.cli.converting.safetensors_files import (
@@ -144,8 +145,9 @@ def convert(
             if check:
                 _require_equal(entries, unfinished, source.path)
             unfinished.rename(target)
-    except OSError as error:
-        raise ConvertError(f"{target} cannot be written: {error}") from error
+    except (OSError, RuntimeError) as error:  # torch's writer raises the second after the first
+        told = write_error(error, target, sum(each.nbytes for each in entries))
+        raise ConvertError(f"{target} cannot be written: {told}") from error
     return Conversion(source=source, target=kind, files=tuple(files), checked=check)
 
 

@@ -169,7 +169,8 @@ def write_dcp(entries: Sequence[Entry], path: Path) -> list[str]:
     """Write a folder; return the names of the files.
 
     Raises:
-        OSError: if a tensor cannot be read or written.
+        ConvertError: if a tensor cannot be read.
+        OSError, RuntimeError: if it cannot be written; see ``write_error``.
     """
     shapes = {
         each.name: torch.empty(each.shape, dtype=each.dtype, device="meta") for each in entries
@@ -179,5 +180,6 @@ def write_dcp(entries: Sequence[Entry], path: Path) -> list[str]:
         with _in_one_process():
             dcp.save({"model": shapes}, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
-        raise OSError(_causes(error)) from error
+        ((cause, _),) = error.failures.values()  # of the one process
+        raise cause from error
     return sorted(each.name for each in path.iterdir())

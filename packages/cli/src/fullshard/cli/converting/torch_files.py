@@ -106,11 +106,9 @@ def write_torch_file(entries: Sequence[Entry], path: Path) -> list[str]:
     """Write a state dict, all of whose tensors must fit into memory; return the file's name.
 
     Raises:
-        OSError: if the file cannot be written.
+        OSError, RuntimeError: if the file cannot be written; see ``write_error``.
     """
     state = {each.name: each.read().clone() for each in entries}
-    try:
-        torch.save(state, path)
-    except RuntimeError as error:  # of torch's writer, for a full disk too
-        raise OSError(str(error)) from error
+    with path.open("wb") as file:  # an error of a file that torch opens has no cause
+        torch.save(state, file)
     return [path.name]
