@@ -97,9 +97,9 @@ def test_an_error_of_one_rank_ends_the_run_on_all_and_keeps_the_checkpoint_befor
         with pytest.raises(TrainError) as raised:
             fit(trainer, tmp_path)
     assert re.fullmatch(
-        r"the checkpoint after step 4 cannot be written: rank 1: OSError: \[Errno 28\] No space left"
-        r" on device: .*\.distcp: \d+ bytes are to be written, and \d+ bytes and \d+ files are free"
-        r"\. Free some space, or write elsewhere",
+        r"the checkpoint after step 4 cannot be written: rank 1: OSError: \[Errno 28\] No space"
+        r" left on device: .*\.distcp: \d+ bytes are to be written, and \d+ bytes and \d+ files "
+        r"are free\. Free some space, or write elsewhere",
         str(raised.value),
     )
     reached: list[Any] = [None, None]
