@@ -182,8 +182,8 @@ def _of_graphs(outcome: Outcome) -> Iterator[Cause]:
     if seen.detached:
         yield Cause(
             name="an output that is detached",
-            evidence=f"{listed(_once(seen.detached))} requires a gradient in the unsharded model only: "
-            "look for detach(), no_grad() or a hook that returns another tensor",
+            evidence=f"{listed(_once(seen.detached))} requires a gradient in the unsharded model "
+            "only: look for detach(), no_grad() or a hook that returns another tensor",
         )
     if seen.recomputed:
         yield Cause(
