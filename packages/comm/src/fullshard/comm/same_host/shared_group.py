@@ -316,9 +316,13 @@ class SharedGroup:
         """See ``SharedBuffer.move_out``."""
         with self._lock:
             if buffer.window.shown is not Shown.PRIVATE:
+                frame = buffer.frame
+                reads = frame.window is buffer.window and frame.turns.left != frame.turns.taken
                 with self.not_halfway:
                     buffer.window.move_out()
                 self.frames.moved_out += 1
+                if reads:
+                    self._say_left(frame)
 
     def leave_buffer(self, buffer: SharedBuffer) -> None:
         """See ``SharedBuffer.leave``; nothing to say once the group has failed."""

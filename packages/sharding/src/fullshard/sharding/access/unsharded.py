@@ -51,9 +51,8 @@ def unsharded(
     ``state_dict()`` of them, say). No forward uses these copies. The parameters are plain tensors
     in both places; with tensor parallelism those on the device are still sharded over its axis.
 
-    Tensors on the device are freed at the end of the block: keep a clone of what you need. The
-    backward of a forward from before the block belongs after it; autograd refuses that backward
-    if parameters were changed in place.
+    Tensors on the device are freed at the end of the block: keep a clone of what you need. Autograd
+    refuses the backward of a forward from before a change in place, as without sharding.
 
     Args:
         module: a sharded module, or any that holds sharded parameters or modules; a module without

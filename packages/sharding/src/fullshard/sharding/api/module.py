@@ -269,7 +269,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
-            state.pre_forward(cast(nn.Module, module), args, kwargs)
+            args, kwargs = state.pre_forward(cast(nn.Module, module), args, kwargs)
             output = method(*args, **kwargs)
         except BaseException:
             state.post_forward(cast(nn.Module, module), args, None)

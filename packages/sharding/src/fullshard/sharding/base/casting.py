@@ -26,16 +26,16 @@ class InputCasts:
     policy: ModuleCasts
     device: torch.device | None
 
-    def put(self, stand_ins: StandIns, inputs: list[torch.Tensor]) -> None:
-        """Exchange ``inputs`` for their casts."""
-        moved = inputs
+    def made(self, inputs: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+        """Return what the inputs hold while forward runs."""
         if self.device is not None:
-            moved = [tensor.to(self.device, non_blocking=True) for tensor in inputs]
-        stand_ins.put(inputs, map(self.policy.cast_input, moved))
+            inputs = [tensor.to(self.device, non_blocking=True) for tensor in inputs]
+        return map(self.policy.cast_input, inputs)
 
     def put_again(self, inputs: Iterable[weakref.ref[torch.Tensor]]) -> StandIns:
         """Exchange the inputs that still exist, as forward did, and return their stand-ins."""
         stand_ins = StandIns()
         with torch.enable_grad():
-            self.put(stand_ins, [tensor for each in inputs if (tensor := each()) is not None])
+            tensors = [tensor for each in inputs if (tensor := each()) is not None]
+            stand_ins.put(tensors, self.made(tensors))
         return stand_ins

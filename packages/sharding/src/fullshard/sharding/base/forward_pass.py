@@ -56,7 +56,7 @@ from fullshard.sharding.base.compat import (
     will_execute,
     without_torch_function,
 )
-from fullshard.sharding.base.stand_ins import StandIns
+from fullshard.sharding.base.stand_ins import Args, Inputs, Kwargs, StandIns
 from fullshard.sharding.base.tensors import is_plain, tensors_in
 
 __all__ = ["Call", "CallInputs", "ForwardPass", "ParameterGeneration", "Root"]
@@ -193,10 +193,10 @@ class Call:
         self,
         post_backward: _Hook,
         forward_pass: ForwardPass,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Make the backward that reaches an input call ``post_backward``.
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Inputs:
+        """Make the backward that reaches an input call ``post_backward``; return the arguments.
 
         ``post_backward`` is called with the forward pass and the gradient of the input. If no input
         requires a gradient, the end of backward ends the pass.
@@ -223,6 +223,7 @@ class Call:
             self.inputs.unseen = 0
             self.stand_ins.put(self.watched, views)
         forward_pass.inputs += self.inputs.unseen + len(self.inputs.nodes)
+        return self.stand_ins.applied(args, kwargs)
 
     def watch_output(self, pre_backward: _Hook, output: Any) -> ForwardPass | None:
         """Make the first gradient that reaches what the forward did call ``pre_backward``.
@@ -250,7 +251,8 @@ class Call:
             if self.containers:
                 found += tensors_in(self.containers)
             self.inputs.cast = self.stand_ins.cast()
-        inputs = set(map(id, self.watched))  # one that is returned has gradients of other modules
+        # an input that is returned has gradients of other modules
+        inputs = self.stand_ins.inputs().union(map(id, self.watched))
         tensors = [each for each in found if each.requires_grad and id(each) not in inputs]
         hook = partial(pre_backward, forward_pass, self.inputs)
         for tensor in tensors:

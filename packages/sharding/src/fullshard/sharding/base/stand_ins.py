@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
+from fullshard.comm.spi import is_profiled
 from fullshard.sharding.base.compat import (
     current_graph_task,
     forget_hooks,
@@ -25,49 +26,86 @@ from fullshard.sharding.base.compat import (
     swap_impl,
     version_of,
 )
-from fullshard.sharding.base.tensors import map_tensors, tensors_in
+from fullshard.sharding.base.tensors import map_tensors, replace_in, tensors_in
 
-__all__ = ["StandIns"]
+__all__ = ["Args", "Inputs", "Kwargs", "StandIns"]
+
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+Inputs: TypeAlias = tuple[Args, Kwargs]
+"""The arguments of a module's forward."""
 
 _STATELESS = (torch.Tensor, nn.Parameter)  # a subclass keeps a part of its state in attributes
 _holders: dict[int, list[int]] = {}  # by the id of an input: the thread whose call exchanged it
 
 
-class _Exchanged(NamedTuple):
+class _Pair(NamedTuple):
     tensor: torch.Tensor
     other: torch.Tensor
-    version: int  # of ``other``, when it was exchanged
+    version: int  # of ``other``, when forward began
     has_hooks: bool  # of the user, on ``tensor``
+    exchanged: bool  # else the arguments hold ``other`` itself
 
 
 class StandIns:
-    """The inputs of one call that are exchanged, and the tensors exchanged for them."""
+    """The inputs of one call that have a stand-in."""
 
-    __slots__ = ("_exchanged", "_held")
+    __slots__ = ("_arguments", "_held", "_others", "_pairs")
 
     def __init__(self) -> None:
         """Exchange nothing yet."""
-        self._exchanged: list[_Exchanged] = []
+        self._pairs: list[_Pair] = []
         self._held: list[int] = []
+        self._others: dict[int, torch.Tensor] = {}  # by the id of an input that is not exchanged
+        self._arguments: Sequence[Any] = ()  # that hold such stand-ins
 
     def put(self, inputs: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
         """Exchange each input for another tensor, or for itself, which changes nothing.
 
+        What cannot be exchanged is replaced by ``applied``: torch binds a C++ tensor to its object
+        for ``retain_grad()``, and for a profiler.
+
         Raises:
-            RuntimeError: if a call in another thread has exchanged an input, or ``retain_grad()``
-                was called of one that is cast.
+            RuntimeError: if a call in another thread has exchanged an input.
         """
         for tensor, other in zip(inputs, others, strict=True):
             if other is tensor:
                 continue
-            if tensor.retains_grad:  # torch binds it to the C++ tensor
-                if not _are_alike(tensor, other):
-                    raise _bound(tensor, other)
-                continue  # without a stand-in, the end of backward ends the call
-            self._hold(tensor)
-            has_hooks = hooks_on_gradient(tensor) is not None
-            self._exchanged.append(_Exchanged(tensor, other, _version(other), has_hooks))
-            _exchange(tensor, other)
+            has_hooks, version = hooks_on_gradient(tensor) is not None, _version(other)
+            exchanged = not is_profiled()
+            if exchanged:
+                self._hold(tensor)
+                try:
+                    _exchange(tensor, other)
+                except RuntimeError:
+                    exchanged = False
+            if not exchanged:
+                other.__dict__ = tensor.__dict__
+                self._others[id(tensor)] = other
+            self._pairs.append(_Pair(tensor, other, version, has_hooks, exchanged))
+
+    def through(
+        self,
+        fn: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]],
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Inputs:
+        """Put what ``fn`` makes of the tensors in the arguments, and return the arguments."""
+        inputs = tensors_in((args, kwargs))
+        self.put(inputs, fn(inputs))
+        return self.applied(args, kwargs)
+
+    def applied(self, args: Args, kwargs: Kwargs) -> Inputs:
+        """Return the arguments with the stand-ins of inputs that are not exchanged.
+
+        Containers among them are changed in place, until ``take_back``.
+        """
+        if not self._others:
+            return args, kwargs
+        args = tuple([replace_in(value, self._others) for value in args])
+        kwargs = {name: replace_in(value, self._others) for name, value in kwargs.items()}
+        self._others, self._arguments = {}, (*args, *kwargs.values())
+        return args, kwargs
 
     def _hold(self, tensor: torch.Tensor) -> None:
         mine = [threading.get_ident()]
@@ -89,28 +127,42 @@ class StandIns:
         Raises:
             RuntimeError: if such an input was cast.
         """
-        bound = [each for each in self._exchanged if each.tensor.retains_grad]
-        if bound:
-            self._exchanged = [each for each in self._exchanged if not each.tensor.retains_grad]
-        for tensor, other, _, has_hooks in reversed(self._exchanged):
-            _exchange(tensor, other)
-            if not has_hooks and hooks_on_gradient(tensor) is not None:
-                forget_hooks(tensor)  # forward registered them: the stand-in has them
+        bound, pairs = list[_Pair](), list[_Pair]()
+        for pair in self._pairs:
+            (bound if pair.exchanged and pair.tensor.retains_grad else pairs).append(pair)
+        self._pairs = pairs
+        own: dict[int, torch.Tensor] = {}
+        for pair in self._pairs:
+            if not pair.exchanged:
+                own[id(pair.other)] = own.get(id(pair.tensor), pair.tensor)
+        for value in self._arguments:
+            replace_in(value, own)
+        self._arguments = ()
+        for pair in reversed(self._pairs):
+            if pair.exchanged:
+                _exchange(pair.tensor, pair.other)
+                if not pair.has_hooks and hooks_on_gradient(pair.tensor) is not None:
+                    forget_hooks(pair.tensor)  # forward registered them: the stand-in has them
+            elif pair.other.retains_grad:
+                pair.tensor.retain_grad()
         for number in self._held:
             _holders.pop(number, None)
         self._held.clear()
-        for tensor, other, *_ in bound:
-            if not _are_alike(tensor, other):
-                raise _bound(other, tensor)
+        for pair in bound:
+            if not _are_alike(pair.tensor, pair.other):
+                raise _bound(pair.other, pair.tensor)
 
     def changed(self) -> list[torch.Tensor]:
         """Return the stand-ins that forward changed in place."""
-        return [each.other for each in self._exchanged if _version(each.other) != each.version]
+        return [pair.other for pair in self._pairs if _version(pair.other) != pair.version]
+
+    def inputs(self) -> set[int]:
+        """Return the ids of the inputs that have a stand-in."""
+        return {id(pair.tensor) for pair in self._pairs}
 
     def cast(self) -> list[weakref.ref[torch.Tensor]]:
         """Return the inputs of which the stand-ins have another dtype or device."""
-        pairs = ((each.tensor, each.other) for each in self._exchanged)
-        return [weakref.ref(tensor) for tensor, other in pairs if not _are_alike(tensor, other)]
+        return [weakref.ref(p.tensor) for p in self._pairs if not _are_alike(p.tensor, p.other)]
 
     def returned(self, output: Any) -> Any:
         """Return ``output`` with stand-ins for inputs in it, where that is necessary.
@@ -119,19 +171,21 @@ class StandIns:
         other tensor in ``output`` requires a gradient, only the node of a stand-in shows that
         backward reached the module.
         """
-        if not self._exchanged:
+        if not self._pairs:
             return output
         found = [output] if type(output) is torch.Tensor else tensors_in(output)
-        inputs = {id(each.tensor) for each in self._exchanged}
+        inputs = self.inputs() | {id(pair.other) for pair in self._pairs}
         if inputs.isdisjoint(map(id, found)):
             return output
         alone = not any(each.requires_grad for each in found if id(each) not in inputs)
-        stand_ins: dict[int, torch.Tensor] = {}
-        for tensor, other, version, _ in self._exchanged:
+        others: dict[int, torch.Tensor] = {}
+        for tensor, other, version, *_ in self._pairs:
+            # hooks on an output hold the nodes before the inputs, so it has a node of its own
+            shown = other.view_as(other) if other.requires_grad else other
+            others[id(other)] = shown
             if not _are_alike(tensor, other) or (alone and _version(other) == version):
-                # hooks on an output hold the nodes before the inputs, so it has a node of its own
-                stand_ins[id(tensor)] = other.view_as(other) if other.requires_grad else other
-        return map_tensors(lambda tensor: stand_ins.get(id(tensor), tensor), output)
+                others[id(tensor)] = shown
+        return map_tensors(lambda tensor: others.get(id(tensor), tensor), output)
 
 
 def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -157,11 +211,11 @@ def _exchange(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
     Checkpointing may give a recomputation the stand-in, which autograd saved.
     """
+    swap_impl(tensor, other)
     if type(tensor) in _STATELESS and type(other) in _STATELESS:
         other.__dict__ = tensor.__dict__
     else:
         _exchange_state(tensor, other)
-    swap_impl(tensor, other)
 
 
 def _exchange_state(tensor: torch.Tensor, other: torch.Tensor) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fullshard.sharding.base.compat import registered_node
 
-__all__ = ["PLAIN", "is_plain", "map_tensors", "tensors_in"]
+__all__ = ["PLAIN", "is_plain", "map_tensors", "replace_in", "tensors_in"]
 
 PLAIN: set[type] = {torch.Tensor, nn.Parameter}
 """The kinds of tensors that are their memory and nothing else; a simulator adds its own."""
@@ -79,6 +81,38 @@ def _rebuilt_dataclass(original: Any, names: list[str], items: list[Any]) -> Any
     for name, item in zip(names, items, strict=True):
         object.__setattr__(rebuilt, name, item)
     return rebuilt
+
+
+def replace_in(value: Any, others: dict[int, torch.Tensor]) -> Any:
+    """Return ``value`` with other tensors for those whose ids are keys of ``others``.
+
+    A container that can be changed is changed in place. A tuple or a frozenset is made again, and
+    so is a registered container that does not keep its tensors in attributes.
+    """
+    if isinstance(value, torch.Tensor):
+        return others.get(id(value), value)
+    node = _container(value)
+    if node is None or not any(id(each) in others for each in tensors_in(value)):
+        return value
+    if isinstance(value, dict):
+        for key, item in list(value.items()):
+            if (new := replace_in(item, others)) is not item:
+                value[key] = new
+    elif isinstance(value, (list, deque)):
+        for index, item in enumerate(value):
+            if (new := replace_in(item, others)) is not item:
+                value[index] = new
+    elif isinstance(value, set):
+        items = [replace_in(item, others) for item in value]
+        value.clear()
+        value.update(items)
+    elif not isinstance(value, (tuple, frozenset)):
+        for name, item in list(getattr(value, "__dict__", {}).items()):
+            if (new := replace_in(item, others)) is not item:
+                object.__setattr__(value, name, new)
+    children, rebuild = _container(value) or node
+    items = [replace_in(item, others) for item in children]
+    return value if all(map(is_, items, children)) else rebuild(items)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -354,7 +354,7 @@ class Gathering:
             memory = self._prepared.memory
             memory.point_at(memory.home, holders)
         if holders.in_block and self._prepared is not None:
-            self._prepared.memory.leave_home()
+            self._prepared.memory.home.make_private()
 
     def register(self) -> None:
         """Make the modules hold what the group is now, whatever they were given."""
@@ -373,7 +373,6 @@ class Gathering:
         keeps_full = self.keeps_full and not (self._user_wrote or self.stale)
         keeps_full = keeps_full and (torch.is_grad_enabled() or current_graph_task() != -1)
         if state is _UNSHARDED:
-            strategy.memory.return_home()
             self.swap.to_sharded(freed=not (keeps_full or strategy.memory.home.stays))
             if after_forward and strategy.inputs.cuts_full and not (keeps_full or self.stale):
                 strategy.inputs.keep_copies(strategy.write_views, self.config)

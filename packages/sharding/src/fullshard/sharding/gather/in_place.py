@@ -148,6 +148,10 @@ class SharedMemory(ParamStorage):
         self.occupied = True
         self.full.buffer.move_out()
 
+    def make_private(self) -> None:
+        """Move the pages out of the frame, with their contents."""
+        self.full.buffer.move_out()
+
     def free(self) -> None:
         """Let the other ranks gather again."""
         if self.occupied:

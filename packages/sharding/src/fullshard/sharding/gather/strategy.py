@@ -19,8 +19,8 @@ its parameters are stored there. Whether a gather is such a one follows from fac
 share. Each rank decides independently where its parameters are: a user's ``unshard()`` gets private
 memory, to which the shared buffer is copied, since a user may write; and while a graph lives they
 stay where its forward had them. The end of a graph, which ranks notice at different times,
-therefore changes no collective. An ``unsharded`` block always gets private memory. If a graph
-lives, the parameters return at the next reshard; until then autograd refuses the graph's aliases.
+therefore changes no collective. If a graph lives, an ``unsharded`` block makes the pages in which
+its aliases are private to this rank, with their contents, until the next reshard.
 """
 
 from __future__ import annotations
@@ -35,12 +35,7 @@ from torch import nn
 
 from fullshard.comm import AllGatherInFlight, GatherConfig, Layout, TensorSpec
 from fullshard.comm.spi import FullTensors, OwnShards, as_arrived, foreach_copy
-from fullshard.sharding.base.compat import (
-    local_shard_getter,
-    retire_aliases,
-    set_versions,
-    version_of,
-)
+from fullshard.sharding.base.compat import local_shard_getter, retire_aliases
 from fullshard.sharding.base.memory import addresses_of, set_data
 from fullshard.sharding.base.policies import declares
 from fullshard.sharding.base.tensors import is_plain
@@ -61,7 +56,6 @@ __all__ = [
 ]
 
 _stored = local_shard_getter("sharded")
-_APART = 500_000_000  # added to the versions of parameters that are apart from a graph's aliases
 _ALIGNMENT = 64  # bytes: a cache line, and more than any vector load asks for
 
 ViewFns = Sequence[Callable[[torch.Tensor], torch.Tensor]]
@@ -119,6 +113,9 @@ class ParamStorage:
     def allocate(self) -> None:
         """Make the memory private to this rank for writing, on the current stream."""
 
+    def make_private(self) -> None:
+        """Give this rank memory of its own with the present values, at the same addresses."""
+
     def free(self) -> None:
         """Free the memory on the current stream; later calls do nothing."""
 
@@ -143,7 +140,6 @@ class UnshardedMemory(ParamStorage):
             self.params = [nn.Parameter(tensor, requires_grad=False) for tensor in self.param_views]
         self._storage.resize_(0)
         self.home: ParamStorage = self
-        self._left: ParamStorage | None = None  # where they lie again after the next reshard
         self.on_free: Sequence[Callable[[], None]] = ()
         self.to_use = to_use
 
@@ -171,26 +167,6 @@ class UnshardedMemory(ParamStorage):
         if self.home is not home:
             self.fill_from(home.write_views)
             home.free()
-
-    def leave_home(self) -> None:
-        """Store the parameters here, apart from a graph's aliases, until ``return_home``."""
-        home = self.home
-        if home is not self:
-            self._left, self.home = home, self
-            self.put_back()
-            self._add_to_versions(_APART)
-            self.fill_from(home.write_views)
-            home.free()
-
-    def return_home(self) -> None:
-        """Undo ``leave_home``; a graph refuses parameters that were changed in place meanwhile."""
-        if self._left is not None:
-            self.home, self._left = self._left, None
-            self.put_back()
-            self._add_to_versions(-_APART)
-
-    def _add_to_versions(self, number: int) -> None:
-        set_versions(tuple(self.params), tuple([version_of(each) + number for each in self.params]))
 
     def put_back(self) -> None:
         """Point parameters that a user moved back to the memory that gathers fill."""

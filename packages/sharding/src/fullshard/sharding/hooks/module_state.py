@@ -35,8 +35,8 @@ from fullshard.sharding.base.compat import (
 )
 from fullshard.sharding.base.forward_pass import Call, CallInputs, ForwardPass
 from fullshard.sharding.base.policies import Policies, declares
+from fullshard.sharding.base.stand_ins import Args, Inputs, Kwargs
 from fullshard.sharding.base.states import LeaseKind
-from fullshard.sharding.base.tensors import tensors_in
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.saved_reads import watch_reads
@@ -55,8 +55,6 @@ __all__ = ["ATTRIBUTE", "ModuleState"]
 ATTRIBUTE = "_fullshard_state"
 """Under which a module has its ``ModuleState``."""
 
-_Args: TypeAlias = tuple[Any, ...]
-_Kwargs: TypeAlias = dict[str, Any]
 _Given: TypeAlias = CallInputs | None
 
 
@@ -138,37 +136,36 @@ class ModuleState:
         device = self.device if is_root and self.device.type != "cpu" else None
         self._input_casts = InputCasts(self.casts, device)
         self._casts_inputs = device is not None or not self.casts_nothing
-        full_after_backward = not self.after_backward(is_root)
         for group in self.own_groups:
-            group.full_after_backward = full_after_backward
+            group.full_after_backward = not self.after_backward(is_root)
 
     # -- forward ----------------------------------------------------------------------------------
 
     @untraced
-    def pre_forward(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Inputs:
         """Unshard the groups; cast the inputs, and pass them through a post-backward node."""
         start = perf_counter_ns()
         try:
             with named_range("pre_forward", self.name) if is_profiled() else NOTHING:
                 if in_transform():
-                    self._begin_in_transform(module, args, kwargs)
-                else:
-                    self._begin_call(module, args, kwargs)
+                    return self._begin_in_transform(module, args, kwargs)
+                return self._begin_call(module, args, kwargs)
         finally:
             self.host_ns += perf_counter_ns() - start
 
-    def _begin_in_transform(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
+    def _begin_in_transform(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Inputs:
         """Begin a call inside a transform of ``torch.func``; see [Note: transforms]."""
         refuse_tracing(self.label)
         outside_transforms(self._begin_call)(module, (), {})
-        call, inputs = self._calls[-1], tensors_in((args, kwargs))
+        call = self._calls[-1]
         call.in_transform = True
-        self._input_casts.put(call.stand_ins, inputs)
-        if call.forward_pass is not None:
-            hook = partial(self.pre_backward, call.forward_pass, None)
-            call.stand_ins.put(inputs, watch(hook, inputs))
+        args, kwargs = call.stand_ins.through(self._input_casts.made, args, kwargs)
+        if call.forward_pass is None:
+            return args, kwargs
+        hook = partial(self.pre_backward, call.forward_pass, None)
+        return call.stand_ins.through(partial(watch, hook), args, kwargs)
 
-    def _begin_call(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
+    def _begin_call(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Inputs:
         if not self.initialised:
             self.ensure_initialised()
         context, schedule = self.context, self.context.schedule
@@ -185,7 +182,7 @@ class ModuleState:
         if WATCHERS:
             emit(EventKind.PRE_FORWARD, self.label, rank=self._rank)
         if self._casts_inputs:
-            self._input_casts.put(call.stand_ins, tensors_in((args, kwargs)))
+            args, kwargs = call.stand_ins.through(self._input_casts.made, args, kwargs)
         first = len(self.modules) == 1 or self._begin_pass(module)
         for group in self.groups:
             group.begin_forward(recompute=call.recompute)
@@ -200,12 +197,12 @@ class ModuleState:
                     group.drop_stale()
                     schedule.prefetch(group)
         if not torch.is_grad_enabled():
-            return
+            return args, kwargs
         forward_pass = self._pass_of(first, call)
         if self.gathers_on_read or (DEBUGGED and is_debugging()):
             hook = partial(self.pre_backward, forward_pass, None) if self.gathers_on_read else None
             call.reads = watch_reads(self.label, self.groups, hook)
-        call.watch_inputs(self.post_backward, forward_pass, args, kwargs)
+        return call.watch_inputs(self.post_backward, forward_pass, args, kwargs)
 
     def _begin_pass(self, module: nn.Module) -> bool:
         """Return whether ``module`` is the first of its list to run in this pass over the list."""

@@ -75,4 +75,4 @@ def _is_unwritten(buffer: torch.Tensor | None, noted: _Noted) -> bool:
 
 
 def _content(buffer: torch.Tensor) -> int:
-    return int(torch.hash_tensor(buffer.detach().cpu()))
+    return int(torch.hash_tensor(buffer.detach().cpu()).view(torch.int64))

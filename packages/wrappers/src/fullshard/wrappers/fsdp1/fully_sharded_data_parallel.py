@@ -223,6 +223,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
         inputs = [tensor for tensor in inputs if tensor.is_floating_point()]
         try:
             stand_ins.put(inputs, [tensor.to(dtype) for tensor in inputs])
+            args, kwargs = stand_ins.applied(args, kwargs)
             if root.order is None:
                 output = self._fsdp_wrapped_module(*args, **kwargs)
             else:
