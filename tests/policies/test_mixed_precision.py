@@ -11,7 +11,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import fully_shard
+from fullshard.sharding import fully_shard, map_tensors
 from support.modules import Assembled
 from support.ranks import distributed
 from support.surface.model import WIDTH, batch, build, sharded
@@ -204,7 +204,8 @@ class Record:
 
 
 def _take(model: Any, x: torch.Tensor, *rest: Any, **named: Any) -> dict[str, Any]:
-    model.came = {"x": x, "rest": rest, **named}
+    came = {"x": x, "rest": rest, **named}
+    model.came = map_tensors(torch.clone, came)  # as they are while forward runs
     return {"y": model.linear(x.to(model.linear.weight.dtype)), "rows": torch.arange(2)}
 
 

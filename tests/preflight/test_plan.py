@@ -74,7 +74,7 @@ def _trained(name: str, options: str, mesh: DeviceMesh) -> tuple[int, int]:
     _shard(CASES[name], options, model, mesh)
     optimizer = _adamw(model.parameters())
     ledger.note(Category.SHARDS, list(model.parameters()), list(model.buffers()))
-    with places.followed(model, optimizer), ledger:
+    with places.followed(model, [optimizer]), ledger:
         for _ in range(2):
             batch = _batch(name)
             ledger.restart()
