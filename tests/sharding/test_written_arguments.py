@@ -566,7 +566,7 @@ def test_it_arrives_while_a_profiler_runs(dtype: torch.dtype, kind: str) -> None
     policy = MixedPrecisionPolicy(dtype)
     net, whole = _by_parts(fully_shard, mp_policy=policy)(_built(box)), _built(box)
     tolerance = 3e-2 if dtype is BF16 else 0.0
-    with torch.profiler.profile(record_shapes=True, profile_memory=True) as found:
+    with torch.profiler.profile(record_shapes=True, profile_memory=True, acc_events=True) as found:
         _assert_trains_alike(net, whole, tolerance)
     net.zero_grad()
     whole.zero_grad()
@@ -581,7 +581,7 @@ def test_a_rank_that_is_profiled_takes_part_in_the_reduction(boxed: bool) -> Non
     module = fully_shard(Skips())
     hidden = _batch(requires_grad=True) * 1
     rank = dist.get_rank()
-    with torch.profiler.profile(record_shapes=True) if rank else nullcontext():
+    with torch.profiler.profile(record_shapes=True, acc_events=True) if rank else nullcontext():
         output = module(hidden, skip=rank == 1, boxed=boxed)
         (output["hidden"] if boxed else output).sum().backward()
     grad = full_gradients(module)["linear.bias"]

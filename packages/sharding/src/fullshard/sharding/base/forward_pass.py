@@ -73,16 +73,18 @@ class CallInputs:
 
     Attributes:
         nodes: those of the inputs that require a gradient.
+        awaited: per node the backward that was to reach it, when it reached the outputs.
         unseen: 1 if no node shows that backward left the call; else 0.
         cast: inputs that were cast, or moved to another device.
         announced_in: the backward that reached the outputs of the call last.
     """
 
-    __slots__ = ("announced_in", "cast", "nodes", "unseen")
+    __slots__ = ("announced_in", "awaited", "cast", "nodes", "unseen")
 
     def __init__(self) -> None:
         """Start without an input."""
         self.nodes: list[torch.autograd.graph.Node] = []
+        self.awaited: list[list[int]] = []
         self.unseen = 1
         self.cast: list[weakref.ref[torch.Tensor]] = []
         self.announced_in = -1
@@ -112,7 +114,8 @@ class ForwardPass:
         self.in_backward = False
         self.done = False
         self._backwards = 0
-        self._announced = self._awaited = self._reached = 0  # calls and inputs in this backward
+        # calls and inputs in this backward
+        self._announced = self._awaited = self._reached = self._reached_awaited = 0
         self._expired = expired
         self._thread = threading.get_ident()
 
@@ -123,7 +126,7 @@ class ForwardPass:
         """
         if self.done:
             self.done = False
-            self._announced = self._awaited = self._reached = 0
+            self._announced = self._awaited = self._reached = self._reached_awaited = 0
             self._backwards += 1
         self.in_backward = True
 
@@ -136,14 +139,25 @@ class ForwardPass:
             return False
         inputs.announced_in = self._backwards
         self._announced += 1
-        self._awaited += inputs.unseen + sum(map(will_execute, inputs.nodes))
+        self._awaited += inputs.unseen
+        for node, awaited in zip(inputs.nodes, inputs.awaited, strict=True):
+            if will_execute(node):
+                awaited[0] = self._backwards
+                self._awaited += 1
         return True
 
-    def reach_input(self) -> bool:
-        """Count an input that backward reached; return whether backward has left all calls."""
+    def reach_input(self, awaited: list[int]) -> bool:
+        """Count an input that backward reached; return whether backward has left all calls.
+
+        The backward inside a reentrant checkpoint reaches inputs that the outer one does not await.
+        """
         self._reached += 1
-        known = self._announced == self.calls
-        return not self.done and self._reached >= (self._awaited if known else self.inputs)
+        self._reached_awaited += awaited[0] == self._backwards
+        if self.done:
+            return False
+        if self._announced < self.calls:
+            return self._reached >= self.inputs
+        return awaited[0] == self._backwards and self._reached_awaited >= self._awaited
 
     def close(self) -> None:
         """Counts no longer: its backward ended."""
@@ -211,13 +225,15 @@ class Call:
             self.containers = [each for each in values if type(each) not in _NO_CONTAINERS]
         self.watched = [tensor for tensor in found if tensor.requires_grad]
         self.others = [tensor for tensor in found if not tensor.requires_grad]
-        hook, views = partial(post_backward, forward_pass), []
+        views = []
         for tensor in self.watched:
             view = _view_with_node(tensor)
             views.append(view)
             if view is not tensor:
-                view.grad_fn.register_hook(hook)
+                awaited = [-1]
+                view.grad_fn.register_hook(partial(post_backward, forward_pass, awaited))
                 self.inputs.nodes.append(view.grad_fn)
+                self.inputs.awaited.append(awaited)
         if self.inputs.nodes:
             forward_pass.first_node = sequence_of(self.inputs.nodes[0])
             self.inputs.unseen = 0

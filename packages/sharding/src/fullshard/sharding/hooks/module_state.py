@@ -332,7 +332,11 @@ class ModuleState:
 
     @untraced
     def post_backward(
-        self, forward_pass: ForwardPass, grads: tuple[torch.Tensor | None, ...], *_: object
+        self,
+        forward_pass: ForwardPass,
+        awaited: list[int],
+        grads: tuple[torch.Tensor | None, ...],
+        *_: object,
     ) -> tuple[torch.Tensor | None, ...] | None:
         """End a backward once it reached the inputs of all modules of its forward pass.
 
@@ -340,7 +344,7 @@ class ModuleState:
         """
         start = perf_counter_ns()
         try:
-            if forward_pass.reach_input():
+            if forward_pass.reach_input(awaited):
                 needs_range = functorch_is_active() or is_profiled()
                 with set_apart("post_backward", self.name) if needs_range else NOTHING:
                     if not forward_pass.in_backward:  # see [Note: unannounced backward]

@@ -24,7 +24,7 @@ __all__ = ["note_materialised", "warn_of_unwritten"]
 class _Noted(NamedTuple):
     buffer: ref[torch.Tensor]
     version: int
-    content: int
+    content: torch.Tensor  # its bytes, on the CPU
 
 
 _noted: WeakKeyDictionary[nn.Module, dict[str, _Noted]] = WeakKeyDictionary()
@@ -42,7 +42,7 @@ def note_materialised(module: nn.Module) -> Iterator[None]:
     yield
     for each, name in meta:
         buffer = each.get_buffer(name)
-        if not buffer.is_meta:
+        if not buffer.is_meta and type(buffer) is torch.Tensor:  # a simulator has no values
             noted = _Noted(ref(buffer), version_of(buffer), _content(buffer))
             _noted.setdefault(each, {})[name] = noted
 
@@ -70,9 +70,12 @@ def _is_unwritten(buffer: torch.Tensor | None, noted: _Noted) -> bool:
         buffer is not None
         and buffer is noted.buffer()
         and version_of(buffer) == noted.version
-        and _content(buffer) == noted.content  # ``.data`` of a tensor has another version
+        and torch.equal(
+            _content(buffer), noted.content
+        )  # ``.data`` of a tensor has another version
     )
 
 
-def _content(buffer: torch.Tensor) -> int:
-    return int(torch.hash_tensor(buffer.detach().cpu()).view(torch.int64))
+def _content(buffer: torch.Tensor) -> torch.Tensor:
+    content = buffer.detach().reshape(-1).view(torch.uint8)
+    return content.to("cpu", copy=True)
