@@ -181,7 +181,7 @@ class _Rotary(nn.Module):
         self.register_buffer("kept", torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.inv_freq * self.kept  # type: ignore[no-any-return]
+        return self.linear(x) * self.inv_freq * self.kept
 
 
 def _fill(module: nn.Module) -> None:
