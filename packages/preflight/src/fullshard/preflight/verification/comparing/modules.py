@@ -92,8 +92,9 @@ def _routine(hook: Any) -> Any:
 
 
 def _is_of_library(hook: Any) -> bool:
-    module = inspect.getmodule(_routine(hook))
-    return module is not None and module.__name__.partition(".")[0] in _LIBRARIES
+    # inspect.getmodule() would remember every module there is, also a script that is gone later
+    name = getattr(_routine(hook), "__module__", None) or ""
+    return name.partition(".")[0] in _LIBRARIES
 
 
 def _name_of(hook: Any) -> str:
