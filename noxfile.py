@@ -276,7 +276,7 @@ def drill(session: nox.Session) -> None:
     The host is lost in two network namespaces, so this needs root; ``-- groups`` does without.
     """
     words = [each for each in session.posargs if each != "groups"]
-    programs = ["tests/elastic/drill.py", "tests/train/drill.py"]
+    programs = ["tests/elastic/drill.py", "tests/support/trainer/drill.py"]
     for program in programs[: 1 if "groups" in session.posargs else 2]:
         command = (_workspace(session, "python"), program, *words)
         session.run(

@@ -19,8 +19,8 @@ from fullshard_train.hf.prompts import encode
 from fullshard_train.hf.tokens import choose_coder
 from support.hf import make_folder, make_tokenizer, settings_of
 from support.ranks import run_on_ranks
-from train.hf_beside import compare, reference
-from train.jobs import Ran, run, settings, small_config
+from support.trainer.hf_beside import compare, reference
+from support.trainer.jobs import Ran, run, settings, small_config
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

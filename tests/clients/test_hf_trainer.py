@@ -27,8 +27,8 @@ from fullshard_train.settings.config import Config
 from fullshard_train.training.measures import CountsFlops
 from support.hf import documents, make_folder, make_tokenizer, settings_of, write_documents
 from support.ranks import distributed, run_on_ranks
-from train.hf_beside import compare, reference
-from train.jobs import (
+from support.trainer.hf_beside import compare, reference
+from support.trainer.jobs import (
     TOLERANCE,
     Ran,
     losses,
@@ -38,7 +38,7 @@ from train.jobs import (
     small_task,
     small_trainer,
 )
-from train.launchers import run_forked
+from support.trainer.launchers import run_forked
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -160,7 +160,7 @@ def _layer(kind: str) -> str:
 
 def _run_on_hosts(config: Config, folder: Path) -> tuple[Ran, list[str]]:
     """A run on two hosts of two ranks each, as far as the mesh can tell."""
-    from train import jobs
+    from support.trainer import jobs
 
     world = jobs.this_world()
     hosts = type(world)(rank=world.rank, size=world.size, local_rank=world.rank % 2, local_size=2)
@@ -213,7 +213,7 @@ def test_experts_that_files_have_apart_are_stacked_and_saved_apart(
 
 def _run_and_save(config: Config, folder: Path, resume: Path | None = None) -> Ran:
     from fullshard_train.checkpoints.checkpoint import read_position
-    from train.jobs import fit, full_weights, untimed
+    from support.trainer.jobs import fit, full_weights, untimed
 
     trainer = small_trainer(config)
     if resume is not None:
@@ -329,7 +329,7 @@ def test_a_checkpoint_of_adapters_leaves_the_base_out(tmp_path: Path) -> None:
 
 
 def _random_weights(config: Config) -> dict[str, torch.Tensor]:
-    from train.jobs import full_weights
+    from support.trainer.jobs import full_weights
 
     return full_weights(small_trainer(config))
 

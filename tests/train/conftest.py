@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train.jobs import TEXT
+from support.trainer.jobs import TEXT
 
 
 @pytest.fixture

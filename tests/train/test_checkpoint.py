@@ -13,7 +13,7 @@ from fullshard_train.errors import TrainError
 from fullshard_train.settings.config import Config
 from support.products import few
 from support.ranks import distributed, run_on_ranks
-from train.jobs import (
+from support.trainer.jobs import (
     Ran,
     damage,
     full_weights,

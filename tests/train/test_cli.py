@@ -21,8 +21,8 @@ from fullshard_train.commands.plan import make_plan
 from fullshard_train.reporting.metrics import read_metrics
 from fullshard_train.settings.config import Config, read_table
 from support.python import environment
-from train.jobs import TEXT, damage, losses, settings, untimed
-from train.launchers import Forked, send, until
+from support.trainer.jobs import TEXT, damage, losses, settings, untimed
+from support.trainer.launchers import Forked, send, until
 
 
 def _launched(ranks: int, arguments: list[str]) -> subprocess.Popen[str]:

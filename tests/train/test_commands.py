@@ -13,8 +13,8 @@ import pytest
 from fullshard_train.cli import main
 from fullshard_train.reporting.pictures import draw_run
 from fullshard_train.settings.config import Config
-from train.jobs import settings, small_config, small_task
-from train.launchers import run_forked
+from support.trainer.jobs import settings, small_config, small_task
+from support.trainer.launchers import run_forked
 
 
 def _files(folder: Path) -> list[Path]:

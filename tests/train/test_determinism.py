@@ -13,7 +13,7 @@ import torch
 from fullshard_train.cli import main
 from fullshard_train.training.determinism import be_deterministic, settings_put_back
 from support.products import few
-from train.jobs import settings
+from support.trainer.jobs import settings
 
 
 def _state() -> tuple[object, ...]:

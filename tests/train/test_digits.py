@@ -19,7 +19,7 @@ from fullshard_train.digits.task import DigitsTask, read_digits
 from fullshard_train.errors import TrainError
 from fullshard_train.reporting.metrics import read_metrics
 from fullshard_train.settings.config import load_config
-from train.jobs import (
+from support.trainer.jobs import (
     assert_trains_as_unsharded,
     small_config,
 )

@@ -10,8 +10,8 @@ import pytest
 from fullshard.elastic import Lighthouse
 from fullshard_train.cli import main
 from fullshard_train.reporting.metrics import read_metrics
-from train.jobs import EPSILON, TOLERANCE, losses, settings
-from train.launchers import Forked, until
+from support.trainer.jobs import EPSILON, TOLERANCE, losses, settings
+from support.trainer.launchers import Forked, until
 
 needs_torchft = pytest.mark.skipif(
     find_spec("torchft") is None, reason="replica groups need torchft"

@@ -19,7 +19,7 @@ from fullshard_train.settings.config import Config
 from fullshard_train.task import Task
 from support.products import few
 from support.ranks import run_on_ranks
-from train.jobs import fit, full_weights, small_config, small_task, small_trainer
+from support.trainer.jobs import fit, full_weights, small_config, small_task, small_trainer
 
 CONFIGS = {
     "tied": small_config(),

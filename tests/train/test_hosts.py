@@ -12,8 +12,8 @@ from fullshard_train.checkpoints.store import verify
 from fullshard_train.cli import main
 from fullshard_train.reporting.metrics import read_metrics
 from support.members import ROOT
-from train.hosts import Host, NoHosts, two_hosts
-from train.jobs import losses, settings
+from support.trainer.hosts import Host, NoHosts, two_hosts
+from support.trainer.jobs import losses, settings
 
 PAGE = ROOT / "docs" / "how-to" / "several-hosts.md"
 

@@ -16,8 +16,8 @@ from fullshard_train.reporting import loggers
 from fullshard_train.reporting.loggers import LoggedRun, find_logger, start_logger
 from fullshard_train.reporting.metrics import read_metrics
 from support.members import ROOT
-from train.jobs import losses, settings
-from train.launchers import run_forked
+from support.trainer.jobs import losses, settings
+from support.trainer.launchers import run_forked
 
 RUN = LoggedRun(folder=Path("run"), config={"train": {"steps": 4}}, step=0, ranks=2)
 

@@ -13,7 +13,14 @@ from fullshard_train.settings.config import load_config
 from fullshard_train.text.model import GPT
 from fullshard_train.training.measures import CountsFlops, Memory, Utilisation, utilisation_of
 from support.ranks import distributed
-from train.jobs import fit, small_config, small_task, small_text_task, small_trainer, this_world
+from support.trainer.jobs import (
+    fit,
+    small_config,
+    small_task,
+    small_text_task,
+    small_trainer,
+    this_world,
+)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -15,7 +15,7 @@ from fullshard_train.errors import TrainError
 from fullshard_train.training.memory import HostMemory
 from fullshard_train.training.trainer import Trainer
 from support.ranks import distributed
-from train.jobs import fit, full_weights, losses, small_config, small_trainer, untimed
+from support.trainer.jobs import fit, full_weights, losses, small_config, small_trainer, untimed
 
 
 class _Lost(Exception):

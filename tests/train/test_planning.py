@@ -18,7 +18,7 @@ from fullshard_train.commands import planning
 from fullshard_train.commands.planning import Planned, plan_run
 from fullshard_train.errors import TrainError
 from support.python import run_python
-from train.jobs import TEXT, settings, small_config, small_task
+from support.trainer.jobs import TEXT, settings, small_config, small_task
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from fullshard_train.reporting.metrics import NoMetrics
 from fullshard_train.reporting.progress import Progress
 from fullshard_train.training.trainer import Outputs, Trainer
 from support.ranks import distributed
-from train.jobs import fit, full_weights, small_config, small_trainer
+from support.trainer.jobs import fit, full_weights, small_config, small_trainer
 
 
 class _HeldWriter(FileSystemWriter):

@@ -22,7 +22,15 @@ from fullshard_train.training.trainer import Trainer
 from support.products import few
 from support.python import environment
 from support.ranks import distributed
-from train.jobs import fit, full_weights, losses, run, small_config, small_trainer, untimed
+from support.trainer.jobs import (
+    fit,
+    full_weights,
+    losses,
+    run,
+    small_config,
+    small_trainer,
+    untimed,
+)
 
 WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

@@ -12,7 +12,7 @@ import pytest
 import fullshard_train
 from fullshard_train.checkpoints.store import CheckpointStore, checksum, verify
 from fullshard_train.errors import TrainError
-from train.jobs import damage
+from support.trainer.jobs import damage
 
 # Writes a second checkpoint and is killed, as if by the machine, just before a chosen call.
 _WRITER = """

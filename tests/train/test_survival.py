@@ -10,11 +10,11 @@ import pytest
 
 from fullshard_train.cli import main
 from fullshard_train.reporting.metrics import read_metrics
-from train.drill import STEPS, drill
-from train.hosts import NoHosts
-from train.jobs import losses, settings
-from train.launchers import Forked, Launched, Launcher, Torchrun, run_forked, send, until
-from train.survival import survive
+from support.trainer.drill import STEPS, drill
+from support.trainer.hosts import NoHosts
+from support.trainer.jobs import losses, settings
+from support.trainer.launchers import Forked, Launched, Launcher, Torchrun, run_forked, send, until
+from support.trainer.survival import survive
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from fullshard_train.training.sharded import shard_model
 from fullshard_train.training.verifying import require_verified
 from support.products import few
 from support.ranks import distributed, run_on_ranks
-from train.jobs import (
+from support.trainer.jobs import (
     EPSILON,
     Ran,
     assert_trains_as_unsharded,

@@ -17,7 +17,7 @@ from fullshard_train.text.task import TextTask
 from fullshard_train.training.trainer import Trainer
 from support.products import few
 from support.ranks import run_on_ranks
-from train.jobs import (
+from support.trainer.jobs import (
     EPSILON,
     TEXT,
     Ran,

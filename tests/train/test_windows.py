@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fullshard_train.errors import TrainError
 from fullshard_train.ranks.distributed import Share
 from fullshard_train.text.windows import ShuffledWindows, cut, evenly_spaced
-from train.jobs import small_config, small_text_task
+from support.trainer.jobs import small_config, small_text_task
 
 
 @given(length=st.integers(2, 300), context=st.integers(1, 20), seed=st.integers(0, 3))

@@ -23,11 +23,11 @@ from unittest import mock
 from fullshard_train.cli import main
 from fullshard_train.reporting.metrics import read_metrics
 from support.python import environment
-from train.jobs import losses
+from support.trainer.jobs import losses
 
 # What every rank of a job imports sooner or later: the trainer, and what torch and the curve of
 # losses import at their first use.
-PRELOADED = ["train.launchers", "torch._dynamo", "matplotlib.backends.backend_agg"]
+PRELOADED = ["support.trainer.launchers", "torch._dynamo", "matplotlib.backends.backend_agg"]
 
 
 class Job(Protocol):

@@ -11,7 +11,7 @@ import torch
 from fullshard_train.settings.config import Config
 from fullshard_train.task import IGNORED, Batch, Task
 from support.ranks import run_on_ranks
-from train.jobs import TOLERANCE, Ran, losses, plain_model, plain_training, small_task
+from support.trainer.jobs import TOLERANCE, Ran, losses, plain_model, plain_training, small_task
 
 
 def _initial_adapters(task: Task, config: Config) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """A run that loses a host and gets it back, under torchrun's elastic restarts.
 
-    sudo PYTHONPATH=tests python tests/train/drill.py        (or: nox -s drill)
+    sudo PYTHONPATH=tests python tests/support/trainer/drill.py        (or: nox -s drill)
 
 Two network namespaces are two hosts of one rank each. When a checkpoint is there, the second one is
 cut off and all its processes are killed: the first gets no closed socket, only silence. Its rank
@@ -24,8 +24,8 @@ from fullshard_train.checkpoints.store import CheckpointStore
 from fullshard_train.reporting.metrics import read_metrics
 from fullshard_train.reporting.run_folder import RunFolder
 from support.python import environment
-from train.hosts import Host, NoHosts, two_hosts
-from train.jobs import TEXT, losses, settings
+from support.trainer.hosts import Host, NoHosts, two_hosts
+from support.trainer.jobs import TEXT, losses, settings
 
 PATIENCE = 180.0  # seconds for each part of the drill
 STEPS = 1200

@@ -1,6 +1,6 @@
 """A training run that is killed at random moments and resumed each time, and where it ends.
 
-    PYTHONPATH=tests python tests/train/survival.py --seed 1 --kills 20
+    PYTHONPATH=tests python tests/support/trainer/survival.py --seed 1 --kills 20
 
 It must end where a run that nobody disturbs ends, bit for bit: the loss of every step, the held-out
 losses, the weights. Half of the kills are SIGTERM, half SIGKILL; half hit the whole job, half one
@@ -28,8 +28,8 @@ from fullshard_train.checkpoints.store import CheckpointStore, verify
 from fullshard_train.commands.export import load_exported
 from fullshard_train.reporting.metrics import read_metrics
 from fullshard_train.reporting.run_folder import RunFolder
-from train.jobs import TEXT, losses, settings
-from train.launchers import Forked, Job, Launcher, Torchrun, send
+from support.trainer.jobs import TEXT, losses, settings
+from support.trainer.launchers import Forked, Job, Launcher, Torchrun, send
 
 PATIENCE = 120.0  # seconds for a start, or for an end
 

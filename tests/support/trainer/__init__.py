@@ -1,0 +1,1 @@
+"""Runs of the trainer: settings, launchers, kills and several hosts."""
