@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import fully_shard, take_over_data
+from fullshard.sharding import debug_mode, fully_shard
 from support.ranks import distributed
 
 
@@ -76,88 +76,6 @@ def _aliased(model: Any) -> None:
         new.fill_(0.5)
 
 
-def _list_while_full(model: Any) -> None:
-    params = list(model.parameters())
-    with torch.no_grad():
-        model(batch())  # the root stays full
-    for param in params:
-        param.data = torch.full_like(param, 0.5)
-
-
-def _assigned(model: Any) -> None:
-    for layer in model:
-        for name, param in list(layer.named_parameters()):
-            setattr(layer, name, nn.Parameter(torch.full_like(param, 0.5)))
-
-
-@pytest.mark.parametrize("change", [_data, _full, _aliased, _list_while_full, _assigned])
-@distributed(2)
-def test_what_is_put_into_a_sharded_parameter_is_used_and_trained(
-    change: Callable[[Any], None],
-) -> None:
-    take_over_data()
-    model, optimizer = used()
-    change(model)
-    if change is _assigned:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert_trains_as(model, optimizer, filled(0.5))
-
-
-@distributed(2)
-def test_an_average_is_swapped_in_and_out_under_mixed_precision() -> None:
-    take_over_data()
-    model, _ = used(MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    before = model(batch()).detach()
-    kept = [param.data for param in model.parameters()]
-    for param in list(model.parameters()):
-        param.data = torch.full_like(param, 0.5)
-    torch.testing.assert_close(model(batch()), filled(0.5).bfloat16()(batch().bfloat16()))
-    model.reshard()
-    for param, data in zip(model.parameters(), kept, strict=True):
-        param.data = data
-    assert torch.equal(model(batch()), before)
-
-
-@pytest.mark.parametrize("accumulated", [False, True])
-@distributed(2)
-def test_what_is_put_into_a_gradient_is_stepped_and_added_to(accumulated: bool) -> None:
-    take_over_data()
-    model, optimizer = used()
-    expected = net()
-    for each in (model, expected):
-        each(batch()).sum().backward()
-        params: list[Any] = list(each.parameters())
-        for param in params:
-            param.grad.data = torch.full_like(param.grad, 0.5)
-        if accumulated:
-            each(batch()).sum().backward()
-    assert_steps_as(model, optimizer, expected)
-
-
-@distributed(2)
-def test_data_of_another_shape_or_dtype_is_an_error_that_names_the_parameter() -> None:
-    take_over_data()
-    model, _ = used()
-    weight = model[0].weight
-    for new, text in (
-        (torch.zeros(2, 4), r"0\.weight\.data was set to a Tensor of shape \(2, 4\)"),
-        (torch.zeros(4, 3), r"must be a DTensor of shape \(3, 4\)"),
-        (weight.detach().double(), "is in torch.float32 on cpu; cast the new tensor"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            weight.data = new
-    assert_trains_as(model, torch.optim.SGD(model.parameters(), lr=0.1), net())
-
-
-@distributed(2)
-def test_a_dtensor_that_is_nobodys_parameter_takes_its_new_data_too() -> None:
-    take_over_data()
-    model, _ = used()
-    mine = model[0].weight.detach().clone()
-    mine.data = torch.full_like(mine, 2.0)
-    assert torch.equal(mine.full_tensor(), torch.full((3, 4), 2.0))
-
-
 USES: dict[str, Callable[[Any, torch.optim.Optimizer], object]] = {
     "forward": lambda model, optimizer: model(batch()),
     "step": lambda model, optimizer: optimizer.step(),
@@ -169,7 +87,7 @@ USES: dict[str, Callable[[Any, torch.optim.Optimizer], object]] = {
 @pytest.mark.parametrize("change", [_data, _full, _aliased])
 @pytest.mark.parametrize("use", USES)
 @distributed(2)
-def test_without_take_over_data_the_next_use_of_a_parameter_is_an_error_and_nothing_changed(
+def test_after_data_of_a_parameter_was_set_its_next_use_is_an_error_and_nothing_changed(
     use: str, change: Callable[[Any], None]
 ) -> None:
     model, optimizer = used()
@@ -183,7 +101,7 @@ def test_without_take_over_data_the_next_use_of_a_parameter_is_an_error_and_noth
 
 @pytest.mark.parametrize("accumulated", [False, True])
 @distributed(2)
-def test_without_take_over_data_a_step_with_a_replaced_gradient_is_an_error(
+def test_after_data_of_a_gradient_was_set_a_step_is_an_error(
     accumulated: bool,
 ) -> None:
     model, optimizer = used()
@@ -225,6 +143,15 @@ def test_a_saved_gradient_is_loaded_as_torch_loads_it_by_default() -> None:
     assert torch.equal(loaded.to_local(), model[0].weight.grad.to_local())
     model[0].weight.grad = loaded
     optimizer.step()
+
+
+@distributed(2)
+def test_a_parameter_that_is_assigned_to_a_module_is_used_and_trained() -> None:
+    model, _ = used()
+    for layer in model:
+        for name, param in list(layer.named_parameters()):
+            setattr(layer, name, nn.Parameter(torch.full_like(param, 0.5)))
+    assert_trains_as(model, torch.optim.SGD(model.parameters(), lr=0.1), filled(0.5))
 
 
 @pytest.mark.parametrize("move", ["swap", "to", "load", "assign"])
@@ -271,26 +198,27 @@ def _moved(param: Any) -> None:
 @pytest.mark.parametrize("change", [_copied, _moved])
 @pytest.mark.parametrize("then", ["forward", "backward", "reshard"])
 @distributed(2)
-def test_full_parameters_that_were_changed_while_idle_are_an_error(
+def test_full_parameters_that_were_changed_while_idle_are_an_error_in_debug_mode(
     then: str, change: Callable[[Any], None]
 ) -> None:
-    model, optimizer = used()
-    loss = None
-    if then == "backward":
-        loss = model(batch()).sum()
-    else:
-        with torch.no_grad():
-            model(batch())
-    assert not isinstance(model[0].weight, DTensor)
-    change(model[0].weight)
-    with pytest.raises(RuntimeError, match=r"^0\.weight changed while full"):
-        model.reshard() if then == "reshard" else model(
-            batch()
-        ) if loss is None else loss.backward()
-    model.reset_iter_state()
-    model.zero_grad()
-    model.reshard()
-    assert_trains_as(model, optimizer, net())
+    with debug_mode():
+        model, optimizer = used()
+        loss = None
+        if then == "backward":
+            loss = model(batch()).sum()
+        else:
+            with torch.no_grad():
+                model(batch())
+        assert not isinstance(model[0].weight, DTensor)
+        change(model[0].weight)
+        with pytest.raises(RuntimeError, match=r"^0\.weight changed while full"):
+            model.reshard() if then == "reshard" else model(
+                batch()
+            ) if loss is None else loss.backward()
+        model.reset_iter_state()
+        model.zero_grad()
+        model.reshard()
+        assert_trains_as(model, optimizer, net())
 
 
 @distributed(2)

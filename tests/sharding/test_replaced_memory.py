@@ -17,7 +17,7 @@ from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.sharding import fully_shard, take_over_data
+from fullshard.sharding import fully_shard
 from support.apart import apart
 from support.parity.compare import assert_equal, parameters_of, rounding
 from support.ranks import distributed
@@ -41,10 +41,6 @@ def _swap(tensor: torch.Tensor) -> None:
     torch.utils.swap_tensors(tensor, kind(_halved(tensor)))
 
 
-def _set_data(tensor: torch.Tensor) -> None:
-    tensor.data = _halved(tensor)
-
-
 def _set_part(tensor: Any) -> None:
     if isinstance(tensor, DTensor):
         tensor._local_tensor = _halved(tensor._local_tensor)
@@ -65,7 +61,6 @@ def _set_storage_of_part(tensor: torch.Tensor) -> None:
 
 CHANGES: dict[str, _Change] = {
     "swap": _swap,
-    "data": _set_data,
     "part": _set_part,
     "data of the part": _set_data_of_part,
     "storage of the part": _set_storage_of_part,
@@ -98,7 +93,6 @@ def _assert_trains_alike(
     mesh: DeviceMesh | None = None,
 ) -> None:
     """Compare parameters after four steps, with changes before and after the second step."""
-    take_over_data()
     whole, sharded = _net(), _net()
     for layer in (sharded[0], sharded[2]):
         fully_shard(layer, mesh=mesh)
@@ -170,7 +164,7 @@ def test_of_a_gradient_the_step_uses_the_new_memory(name: str, change: str) -> N
 
 
 @distributed(2)
-def test_without_take_over_data_a_step_with_a_replaced_state_is_an_error() -> None:
+def test_after_data_of_a_state_was_set_a_step_is_an_error() -> None:
     model = _net()
     fully_shard(model)
     optimizer = OPTIMIZERS["foreach"](model.parameters())

@@ -45,7 +45,6 @@ from fullshard.sharding.mesh.mesh_info import (
 from fullshard.sharding.mesh.placements import ShardingPlacements
 from fullshard.sharding.optim.clip import clip_grad_norm_, grad_norm
 from fullshard.sharding.optim.rebinding import rebind_optimizer
-from fullshard.sharding.params.data_setter import take_over_data
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import (
     FallibleOffload,
@@ -122,7 +121,6 @@ __all__ = [
     "require",
     "set_debug_mode",
     "share_comm_ctx",
-    "take_over_data",
     "torchs_class",
     "unsharded",
 ]

@@ -7,7 +7,6 @@ and ``torch.utils.swap_tensors`` do that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,10 +19,7 @@ from fullshard.sharding.base.compat import (
     storage_of,
 )
 
-__all__ = ["DATA", "addresses_of", "set_data", "storage_object"]
-
-DATA = cast(Any, torch.Tensor.data)
-"""torch's own descriptor of ``data``, whatever ``DTensor`` has."""
+__all__ = ["addresses_of", "set_data", "storage_object"]
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -47,7 +43,7 @@ def storage_object(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 def set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
     """Do ``tensor.data = new``; of a ``DTensor``, take its local shard and spec over, too."""
-    DATA.__set__(tensor, new)
+    tensor.data = new
     if isinstance(new, DTensor):
         set_local_shard(tensor, local_shard(new))
         set_spec(tensor, spec_of(new))

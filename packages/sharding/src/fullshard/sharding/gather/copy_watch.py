@@ -1,4 +1,8 @@
-"""Finds copies of shards that are stale, in debug mode: by checksums of the source shards."""
+"""Finds copies of shards that are stale, and changes that would be lost, in debug mode.
+
+Checksums of the source shards tell that a copy is stale. Versions and addresses of full parameters
+tell that a user changed them while no module used them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from fullshard.comm.spi import is_debugging
-from fullshard.sharding.base.compat import current_graph_task
+from fullshard.sharding.base.compat import current_graph_task, version_of
 from fullshard.sharding.base.forward_pass import ParameterGeneration
+from fullshard.sharding.base.memory import addresses_of
 from fullshard.sharding.params.param import FSDPParam
 
 __all__ = ["CopyWatch"]
@@ -28,6 +33,7 @@ class CopyWatch:
         self._generation = generation
         self.sums: list[torch.Tensor] = []
         self._copied_of = -1
+        self._idle: list[tuple[int, int]] = []
 
     def copied(self, params: Sequence[FSDPParam], *, kept: bool) -> None:
         """Note the shards of ``params`` that are about to be gathered.
@@ -36,6 +42,7 @@ class CopyWatch:
             params: whose shards.
             kept: the gather reads copies made earlier.
         """
+        self._idle = []
         if kept:
             self.reused(params)
             return
@@ -64,6 +71,28 @@ class CopyWatch:
                 "optimizer's step or a state dict, so the copy is stale; call parameters_changed() "
                 "on the sharded module after changing parameters, on every rank"
             )
+
+    def note_idle(self, params: Sequence[FSDPParam]) -> None:
+        """Note the full parameters of ``params``, which nobody is to change from now on."""
+        self._idle = _marks(params) if is_debugging() else []
+
+    def written(self, params: Sequence[FSDPParam]) -> list[str]:
+        """End that; return the names of those that changed, and do not alias their shards."""
+        idle, self._idle = self._idle, []
+        if not idle:
+            return []
+        shards = addresses_of([param.shard for param in params])
+        return [
+            param.name
+            for param, before, now, shard in zip(params, idle, _marks(params), shards, strict=True)
+            if now != before and now[1] != shard
+        ]
+
+
+def _marks(params: Sequence[FSDPParam]) -> list[tuple[int, int]]:
+    """Return the version and the address of each full parameter."""
+    full = [param.unsharded for param in params]
+    return list(zip(map(version_of, full), addresses_of(full), strict=True))
 
 
 @torch.no_grad()

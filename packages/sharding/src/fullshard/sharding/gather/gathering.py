@@ -270,17 +270,27 @@ class Gathering:
         self._prepared = self._strategy = self._finishes = None
         return True
 
-    def watch_writes(self) -> None:
-        """Begin to watch full parameters that no module uses now."""
+    def note_idle(self) -> None:
+        """Note the full parameters, which no module uses now; in debug mode."""
         if self.state is _UNSHARDED:
-            self.swap.watch_writes()
+            self._watch.note_idle(self.params)
 
-    def stop_watching(self) -> list[str]:
-        """End that, and return those that a user changed, which their shards do not know."""
-        changed = self.swap.stop_watching()
+    def require_unwritten(self) -> None:
+        """Raise if a user changed full parameters since ``note_idle()``, and free them.
+
+        Raises:
+            RuntimeError: if they changed.
+        """
+        changed = self._watch.written(self.params)
         if changed and self._prepared is not None:
             self._prepared.memory.put_back()
-        return changed
+            self.reshard()
+            raise ParametersChangedError(
+                f"{', '.join(changed)} changed while full: the shards do not have the change, "
+                "which would be lost. Forwards may leave parameters full: call reshard() of the "
+                "sharded module before you change them, or change them inside "
+                "`with fullshard.sharding.unsharded(module, writeback=True):`"
+            )
 
     # -- the state machine ------------------------------------------------------------------------
 
@@ -298,7 +308,7 @@ class Gathering:
         """Launch the gather unless full parameters exist; return whether one was launched."""
         if self.state is _UNSHARDED or self.state is _UNSHARDING:
             if self._watch.sums:
-                self._watch.reused(self.params)
+                self._require_fresh()
             if self.state is _UNSHARDED:
                 self.swap.sync_requires_grad()  # a user may have frozen what is registered now
                 self.swap.to_unsharded()  # functional_call puts back what was there before it
@@ -320,11 +330,16 @@ class Gathering:
     def _use_full(self) -> None:
         """Put full parameters that outlived a reshard into the modules."""
         if self._watch.sums:
-            self._watch.reused(self.params)
+            self._require_fresh()
         self._full_of = -1
         self._become(_UNSHARDING)
         self.swap.to_unsharded()
         self._become(_UNSHARDED)
+
+    def _require_fresh(self) -> None:
+        """Raise if full parameters or the shards changed since the gather; in debug mode."""
+        self.require_unwritten()
+        self._watch.reused(self.params)
 
     def announce(self, strategy: UnshardStrategy) -> None:
         """Announce a gather by ``strategy`` to observers and to debug mode."""

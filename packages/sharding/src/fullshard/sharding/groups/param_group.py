@@ -14,12 +14,12 @@ from typing import cast
 import torch
 
 from fullshard.comm import EventKind, GatherConfig
-from fullshard.comm.spi import LISTENERS, coalesced_cap_mb, emit
+from fullshard.comm.spi import DEBUGGED, LISTENERS, coalesced_cap_mb, emit
 from fullshard.sharding.base.compat import not_pickled, untraced
 from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneration, Root
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import LeaseKind, Leases, ShardedState, TrainingState
-from fullshard.sharding.gather.gathering import Gathering, ParametersChangedError
+from fullshard.sharding.gather.gathering import Gathering
 from fullshard.sharding.gather.strategy import Holders
 from fullshard.sharding.params.lookup import owner_of
 from fullshard.sharding.params.param import FSDPParam
@@ -90,7 +90,6 @@ class FSDPParamGroup:
         self._live: set[weakref.ref[ForwardPass]] = set()  # a WeakSet's methods are in Python
         self._checked_in_this_forward = False
         self._begun: list[ForwardPass] = []  # those that the present backward reached
-        self._watches_writes = False  # whether full parameters are read-only now
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -154,13 +153,10 @@ class FSDPParamGroup:
         which other ranks may lack; see [Note: shared facts]. Replaced parameters are adopted first.
 
         Raises:
-            RuntimeError: if full parameters were changed while they were read-only.
             ValueError: if it is not sharded as the parameter was.
         """
         if self.generation.data_was_set:
             self.gathering.swap.require_own_data()
-        if self._watches_writes:
-            self._require_unchanged()
         self.adopt_replaced()
         has_copy = self.gathering.state is not ShardedState.SHARDED or self.leases.out
         if has_copy and self.gathering.stale:
@@ -171,20 +167,6 @@ class FSDPParamGroup:
             self.reshard_if_unheld()
         self._checked_in_this_forward = True
 
-    def _require_unchanged(self) -> None:
-        """Raise if a user changed full parameters since ``_watch_writes()``."""
-        self._watches_writes = False
-        changed = self.gathering.stop_watching()
-        if changed:
-            self.leases.drop(LeaseKind.KEPT)
-            self.reshard_if_unheld()
-            raise ParametersChangedError(
-                f"{', '.join(changed)} changed while full: the shards do not have the change, "
-                "which would be lost. Forwards may leave parameters full: call reshard() of the "
-                "sharded module before you change them, or change them inside "
-                "`with fullshard.sharding.unsharded(module, writeback=True):`"
-            )
-
     def end_of_forward(self) -> None:
         """End the root's forward: what graphs hold from now on is a rank's own affair."""
         self._checked_in_this_forward = False
@@ -194,25 +176,13 @@ class FSDPParamGroup:
     # -- leases -----------------------------------------------------------------------------------
 
     def begin_forward(self, *, recompute: bool) -> None:
-        """Take a FORWARD lease; unless this is a recomputation, first free stale full parameters.
-
-        Raises:
-            RuntimeError: if full parameters were changed while they were read-only.
-        """
+        """Take a FORWARD lease; first free stale full parameters, if it is no recomputation."""
         if not recompute:
             self.drop_stale()
-        elif self._watches_writes:
-            self._require_unchanged()
         self.leases.claim(LeaseKind.FORWARD)
 
     def begin_backward(self, forward_pass: ForwardPass) -> None:
-        """Hold the group for the backward of a forward.
-
-        Raises:
-            RuntimeError: if full parameters were changed while they were read-only.
-        """
-        if self._watches_writes:
-            self._require_unchanged()
+        """Hold the group for the backward of a forward."""
         self.leases.claim(LeaseKind.BACKWARD, forward_pass.number)
         self._begun.append(forward_pass)
         self.gradients.in_backward = True
@@ -240,18 +210,24 @@ class FSDPParamGroup:
         """Take the lease of a forward that keeps the group for its backward."""
         self.gathering.kept_by_graphs = True
         self.leases.add_once(LeaseKind.GRAPH, number)
-        self._watch_writes()
+        self._note_idle()
 
     def keep(self) -> None:
         """Take a lease without a holder: the group stays unsharded for its next use."""
         self.leases.add_once(LeaseKind.KEPT)
-        self._watch_writes()
+        self._note_idle()
 
-    def _watch_writes(self) -> None:
-        """Watch full parameters that no module uses now."""
-        if _WRITERS.isdisjoint(self.leases.out):
-            self._watches_writes = True
-            self.gathering.watch_writes()
+    def _note_idle(self) -> None:
+        """In debug mode, note full parameters that no module uses, to find changes of them."""
+        if DEBUGGED and _WRITERS.isdisjoint(self.leases.out):
+            self.gathering.note_idle()
+
+    def show_sharded(self) -> None:
+        """Let modules hold the sharded parameters, while the full ones wait for a backward."""
+        if self.leases.out:
+            self.drop_leases(LeaseKind.KEPT)
+            if _WRITERS.isdisjoint(self.leases.out) and self.state is ShardedState.UNSHARDED:
+                self.gathering.swap.to_sharded()
 
     def release(self, kind: LeaseKind, owner: int = 0) -> None:
         """Return a lease; reshard when none is left."""
@@ -279,13 +255,9 @@ class FSDPParamGroup:
         self.gathering.launch_gather(async_op=async_op)
 
     def reshard(self) -> None:
-        """Return what all hold but a forward or backward.
-
-        Raises:
-            RuntimeError: if full parameters were changed while they were read-only.
-        """
-        if self._watches_writes:
-            self._require_unchanged()
+        """Return what all hold but a forward or backward."""
+        if DEBUGGED and self.state is ShardedState.UNSHARDED:
+            self.gathering.require_unwritten()
         kept = (LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.STEP, LeaseKind.KEPT)
         self.drop_leases(*_WRITERS, *kept)
 

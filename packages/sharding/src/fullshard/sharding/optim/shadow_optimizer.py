@@ -115,8 +115,7 @@ class _Contents:
             if lost and id(each) in held:
                 raise RuntimeError(
                     f"data of a state of {type(optimizer).__name__} was set, but a DTensor keeps "
-                    "its local shard, so the new values would be lost; copy them in place, or call "
-                    "fullshard.sharding.take_over_data() before, so that `data = new` is taken over"
+                    "its local shard, so the new values would be lost; copy them in place"
                 )
 
     def are_in(self, state: Mapping[Any, Any]) -> bool:

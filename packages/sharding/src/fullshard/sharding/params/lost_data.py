@@ -131,6 +131,5 @@ def require_own_gradients(params: Sequence[nn.Parameter], owners: Sequence[Watch
 def _text(names: Sequence[str], copy: str) -> str:
     return (
         f"{', '.join(names)} was set, but a DTensor keeps its local shard, so the new values would "
-        f"be lost; copy them in place, as `with torch.no_grad(): {copy}`, or call "
-        "fullshard.sharding.take_over_data() before, so that `data = new` is taken over"
+        f"be lost; copy them in place, as `with torch.no_grad(): {copy}`"
     )

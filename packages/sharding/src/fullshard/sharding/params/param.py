@@ -46,7 +46,6 @@ from fullshard.sharding.base.compat import (
     specs_of,
 )
 from fullshard.sharding.base.forward_pass import ParameterGeneration
-from fullshard.sharding.base.memory import DATA
 from fullshard.sharding.base.policies import declares
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, device_of_mesh
 from fullshard.sharding.params.lost_data import DataWatch
@@ -298,35 +297,9 @@ class FSDPParam:
         self.spec = spec_of(found)
         self._stored_dtype = found.dtype
 
-    def replace_shard(self, new: torch.Tensor) -> None:
-        """Make ``new`` the shard: of a ``DTensor`` like the sharded parameter, or a full tensor.
-
-        Raises:
-            ValueError: if it is neither.
-        """
-        before = self.shard
-        spec = spec_of(new) if isinstance(new, DTensor) else self.spec
-        like = (spec.mesh, spec.placements) == (self.spec.mesh, self.spec.placements)
-        if new.shape != self.shape or not like:
-            raise ValueError(
-                f"{self.name}.data was set to {_describe(new)}, but it must be a DTensor of shape "
-                f"{tuple(self.shape)} with placements {self.spec.placements}, as "
-                "torch.empty_like(param) is, or a full tensor of that shape"
-            )
-        new = new.detach()
-        local = local_shard(new) if isinstance(new, DTensor) else self.shard_of(new)
-        if (local.dtype, local.device) != (before.dtype, before.device):
-            raise ValueError(
-                f"{self.name}.data was set to a tensor in {local.dtype} on {local.device}, but the "
-                f"parameter is in {before.dtype} on {before.device}; cast the new tensor, or move "
-                "the model with to()"
-            )
-        require_same_hooks(self.name, self.sharded, local)
-        set_local_shard(self.sharded, self.offload.store(local.contiguous()))
-
     def restore_data(self) -> None:
         """Give the sharded parameter the metadata of its shard again, and watch it."""
-        DATA.__set__(self.sharded, make_dtensor(self.shard, self.spec))
+        self.sharded.data = make_dtensor(self.shard, self.spec)
         self.data_watch = DataWatch(self)
 
     # -- the gradient -----------------------------------------------------------------------------

@@ -12,14 +12,12 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
-import torch
 from torch import nn
 
 from fullshard.sharding.base.compat import (
     FREED,
     current_graph_task,
     set_versions,
-    storage_of,
     version_of,
 )
 from fullshard.sharding.params.lost_data import require_own_data
@@ -29,7 +27,6 @@ from fullshard.sharding.params.sharded_access_errors import Guard, guards_of
 
 __all__ = ["Swap"]
 
-_Memory = tuple[int, int, int]
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -45,9 +42,7 @@ class Swap:
         self.forget()
         self._guards: list[tuple[dict[str, Any], Guard]] = []  # with its module's attributes
         self._flags: list[bool] = []
-        self._noted: list[tuple[int, _Memory]] | None = None
         self._versions: tuple[int, ...] = ()  # of the unsharded parameters, while they are freed
-        self._shows_sharded = False
 
     def to_unsharded(self) -> None:
         """Put the unsharded parameters into every place, and remove the guards of the modules.
@@ -77,7 +72,6 @@ class Swap:
         Args:
             freed: no backward may read the unsharded parameters; see [Note: reads].
         """
-        self._noted = None
         if self._replacements != self._generation.replacements:
             self._look()
         if freed and not self._versions:
@@ -91,17 +85,6 @@ class Swap:
                 place[name] = sharded
         for attributes, guard in self._guards:
             attributes.setdefault("forward", guard)  # or what a user put there
-
-    def show_sharded(self) -> None:
-        """Put the sharded parameters, with their gradients, into every place for a while.
-
-        The unsharded parameters stay in memory and are watched until ``stop_watching()``. Does
-        nothing unless ``watch_writes()`` was called before.
-        """
-        if self._noted is not None:
-            noted = self._noted
-            self.to_sharded()
-            self._noted, self._shows_sharded = noted, True
 
     @property
     def replaced(self) -> bool:
@@ -142,35 +125,6 @@ class Swap:
         self._sharded_at: list[nn.Parameter] = []  # the sharded parameter of each place
         self._full_at: list[nn.Parameter] = []  # the unsharded parameter of each place
 
-    def watch_writes(self) -> None:
-        """Remember the unsharded parameters while no code is allowed to write to them."""
-        self._noted = self._marks()
-
-    def stop_watching(self) -> list[str]:
-        """End ``watch_writes()``; return the parameters that were written to or moved since then.
-
-        Parameters that share the memory of their shards do not count. In a backward, parameters
-        that a user replaced count, too; a forward adopts them.
-        """
-        noted, self._noted = self._noted, None
-        shows, self._shows_sharded = self._shows_sharded, False
-        if noted is None:
-            return []
-        if shows and not self.replaced:
-            self.to_unsharded()
-        replaced = self.replaced and current_graph_task() != -1
-        if (marks := self._marks()) == noted and not replaced:
-            return []
-        return [
-            param.name
-            for param, before, after in zip(self._params, noted, marks, strict=True)
-            if (replaced and any(_is_replaced(place, param) for place in param.places))
-            or (before != after and _memory_of(param.unsharded) != _memory_of(param.shard))
-        ]
-
-    def _marks(self) -> list[tuple[int, _Memory]]:
-        return [(version_of(param), _memory_of(param)) for param in self._unsharded]
-
     def sync_requires_grad(self) -> None:
         """Give both of each the flag that was set on either since they last agreed."""
         for param in self._params:
@@ -201,8 +155,3 @@ def _is_replaced(place: Place, param: FSDPParam) -> bool:
 
 def _get(place: Registry, name: str) -> nn.Parameter | None:
     return place.get(name)
-
-
-def _memory_of(tensor: torch.Tensor) -> _Memory:
-    """Return the storage of ``tensor`` and its bytes there: the first, and how many."""
-    return storage_of(tensor), int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes

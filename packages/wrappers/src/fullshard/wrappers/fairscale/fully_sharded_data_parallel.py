@@ -22,7 +22,6 @@ from fullshard.checkpoint import (
 from fullshard.sharding import (
     FSDPModule,
     fully_shard,
-    take_over_data,
     unsharded,
 )
 from fullshard.wrappers.fairscale.buffers import cast_buffers
@@ -109,7 +108,6 @@ class FullyShardedDataParallel(Wrapper):
 
     def _wrap(self, module: nn.Module, settings: FairScaleSettings) -> None:
         require_unwrapped(module, FullyShardedDataParallel)
-        take_over_data()  # code of that time sets ``param.data``
         settings.require_dtypes(dict(module.named_parameters()))
         self.settings = settings
         self.is_local = False

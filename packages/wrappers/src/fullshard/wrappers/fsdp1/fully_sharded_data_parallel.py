@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.sharding import take_over_data
 from fullshard.sharding.spi import StandIns, tensors_in
 from fullshard.wrappers.fsdp1.arguments import Fsdp1Arguments, ShardingCall
 from fullshard.wrappers.fsdp1.auto_wrap import AutoWrap
@@ -101,7 +100,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateDicts, Given):
         """
         given = {name: value for name, value in locals().items() if name in _ARGUMENTS}
         super().__init__()
-        take_over_data()  # code of FSDP1's time sets ``param.data``
         arguments = Fsdp1Arguments(**given)
         require_module(module)
         if auto_wrap_policy is not None:

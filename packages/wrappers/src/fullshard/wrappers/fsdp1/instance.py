@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.sharding import FSDPModule, FSDPParamGroup, LeaseKind
+from fullshard.sharding import FSDPModule, FSDPParamGroup
 from fullshard.sharding.spi import groups_of
 from fullshard.wrappers.fsdp1.arguments import Fsdp1Arguments, ShardingCall
 from fullshard.wrappers.fsdp1.forward_order import ForwardOrder
@@ -49,9 +49,7 @@ class Root:
         parameters are freed: the user may change the sharded ones now.
         """
         for group in self.groups:
-            if group.leases.out:
-                group.drop_leases(LeaseKind.KEPT)
-                group.gathering.swap.show_sharded()
+            group.show_sharded()
 
     @classmethod
     def of(
