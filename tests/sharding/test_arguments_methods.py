@@ -102,7 +102,6 @@ WRONG = [
     *not_a_bool("set_gather_on_read", "gather_on_read"),
     *not_a_bool("set_canonical_order", "enable", recurses=False),
     Wrong("set_canonical_order", (), TypeError, ("slack", "float"), {"slack": 1.5}),
-    *not_a_bool("set_keep_unsynced_gradients", "keep", recurses=False),
     *(
         Wrong(FACTOR, (value,), error, ("factor", *words))
         for value, error, *words in (

@@ -196,15 +196,15 @@ def _freezing(together: Any, alone: Any) -> None:
 
 
 def _raising(together: Any, alone: Any) -> None:
-    """Kept gradients: a backward that raises has reduced groups that are alone, and no bucket."""
+    """A backward that raises has reduced groups that are alone, and no bucket."""
     for index in range(3):
         for model in (together, alone):
-            model.set_keep_unsynced_gradients(True)
-            step(model, index)
             for backward in (False, True):
                 with failing(model.layers[2], backward=backward):
                     step(model, index)
                 model.reset_iter_state()
+                model.zero_grad()
+            step(model, index)
         all_sharded(together)
         same_bits(together, alone)
 

@@ -380,11 +380,12 @@ def test_after_a_pass_that_raised_ranks_that_skipped_different_groups_train_on(
     with nullcontext() if shared else private_memory():
         net, plain = shard(), Net().double()
         assert isinstance(net, FSDPModule)
-        net.set_keep_unsynced_gradients(True)
         for step in range(2):
             with failing(net.text[0], backward=where == "backward"):
                 loss_of(net, rank, 7, plans[rank]).backward()
             net.reset_iter_state()
+            for module in (net, plain):
+                module.zero_grad()
             loss_of(net, rank, step, plans[rank]).backward()
             add_up(plain, plans, step)
     assert_gradients(net, plain)
@@ -407,27 +408,20 @@ def test_a_forward_that_raises_leaves_the_reductions_of_backwards_before_it() ->
     assert_gradients(net, plain)
 
 
-@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("before", [False, True])
 @distributed(2)
-def test_after_a_backward_that_raised_gradients_are_accumulated_again(
-    before: bool, keeps: bool
-) -> None:
-    """Also those of earlier backwards, if the user keeps them.
-
-    The setting may change before the forward, in which ranks issue what others did, or after it.
-    """
+def test_after_a_backward_that_raised_gradients_are_accumulated_again(before: bool) -> None:
+    """The setting may change before the forward or after it."""
     plans, rank = ["vta", "ta"], dist.get_rank()
     net, plain = shard(), Net().double()
     assert isinstance(net, FSDPModule)
-    net.set_keep_unsynced_gradients(keeps)
     net.set_requires_gradient_sync(False)
     loss_of(net, rank, 0, plans[rank]).backward()
     net.set_requires_gradient_sync(True)
     part = [net.vision[0], net.text[1]][rank]  # rank 0 reduces more groups
     with failing(part, backward=True):
         loss_of(net, rank, 7, plans[rank]).backward()
-    with nullcontext() if keeps else pytest.warns(RuntimeWarning, match="are dropped"):
+    with pytest.warns(RuntimeWarning, match="are dropped"):
         net.reset_iter_state()
     for step in (1, 2):
         if before:
@@ -435,7 +429,7 @@ def test_after_a_backward_that_raised_gradients_are_accumulated_again(
         loss = loss_of(net, rank, step, plans[rank])
         net.set_requires_gradient_sync(step == 2)
         loss.backward()
-    for step in range(0 if keeps else 1, 3):
+    for step in range(1, 3):
         add_up(plain, plans, step)
     assert_gradients(net, plain)
 

@@ -216,8 +216,6 @@ def test_parameters_that_change_between_two_forwards_of_one_backward_do_as_under
 def test_a_retained_graph_that_runs_again_beside_a_new_one_does_as_under_torchs() -> None:
     def run(net: Any, recorder: Recorder) -> None:
         net.set_requires_gradient_sync(False)
-        if isinstance(net, FSDPModule):
-            net.set_keep_unsynced_gradients(True)  # they are counted once, whichever comes first
         loss = net(batch(seed=2)).square().sum()
         loss.backward(retain_graph=True)
         net.set_requires_gradient_sync(True)

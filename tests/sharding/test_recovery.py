@@ -6,7 +6,6 @@ import copy
 import itertools
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -29,11 +28,9 @@ from fullshard.comm import (
 )
 from fullshard.comm.collectives.gather import FullTensors
 from fullshard.comm.collectives.reduce import ReducePlan
-from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard, unsharded
 from support.failing import Planned, fail, failing
 from support.modules import Assembled
-from support.products import few
 from support.ranks import cpu_mesh, distributed
 
 
@@ -134,49 +131,32 @@ ALL_REDUCE = "set_requires_all_reduce"
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """A step of which a backward raises after two others, and what becomes of their gradients.
+    """A step of which a backward raises after two others, whose gradients wait.
 
     Attributes:
         off: settings that are off for the two.
         off_too: those that are off for the one that raises, too.
-        keeps: whether the user asked to keep gradients of earlier backwards.
-        survive: whether the gradients of the two reach the end of the step.
         by_hand: whether backwards are finished by hand, once.
     """
 
-    off: tuple[str, ...] = ()
+    off: tuple[str, ...]
     off_too: tuple[str, ...] = ()
-    keeps: bool = False
-    survive: bool = True
     by_hand: bool = False
 
 
 ON_SHARDS = {
-    "reduced, kept": Given(keeps=True),
-    "not waited for, kept": Given(off=(WAITS,), keeps=True),
-    "not synchronised": Given(off=(SYNC,), survive=False),
-    "not synchronised, kept": Given(off=(SYNC,), keeps=True),
-    "not synchronised, kept, as the one that raises": Given(
-        off=(SYNC,), off_too=(SYNC,), keeps=True
-    ),
-    "reduced, finished by hand": Given(by_hand=True),
-    "not synchronised, kept, finished by hand": Given(off=(SYNC,), keeps=True, by_hand=True),
+    "not synchronised": Given(off=(SYNC,)),
+    "not synchronised, as the one that raises": Given(off=(SYNC,), off_too=(SYNC,)),
+    "not synchronised, finished by hand": Given(off=(SYNC,), by_hand=True),
 }
 ON_REPLICAS = {
-    "within replicas": Given(off=(ALL_REDUCE,), survive=False),
-    "within replicas, kept": Given(off=(ALL_REDUCE,), keeps=True),
-    "within replicas, not waited for": Given(
-        off=(ALL_REDUCE, WAITS), off_too=(ALL_REDUCE, WAITS), survive=False
-    ),
-    "within replicas, not waited for, kept": Given(
-        off=(ALL_REDUCE, WAITS), off_too=(ALL_REDUCE, WAITS), keeps=True
-    ),
+    "within replicas": Given(off=(ALL_REDUCE,)),
+    "within replicas, not waited for": Given(off=(ALL_REDUCE, WAITS), off_too=(ALL_REDUCE, WAITS)),
 }
 
 
-def _assert_survive(given: Given, **options: Any) -> None:
+def _assert_dropped(given: Given, **options: Any) -> None:
     net, plain = _stack(**options)
-    net.set_keep_unsynced_gradients(given.keeps)
     net.set_manual_backward_finalization(given.by_hand)
     for method in given.off:
         getattr(net, method)(False)
@@ -186,18 +166,14 @@ def _assert_survive(given: Given, **options: Any) -> None:
     for method in given.off:
         getattr(net, method)(method not in given.off_too)
     _fail(net)
-    with (
-        nullcontext()
-        if given.survive
-        else pytest.warns(RuntimeWarning, match=r"without communication, are dropped in .*'layers")
-    ):
+    with pytest.warns(RuntimeWarning, match=r"without communication, are dropped in .*'layers"):
         net.reset_iter_state()
     for method in given.off:
         getattr(net, method)(True)
     _backward(net, 2)
     if given.by_hand:
         net.finalize_backward()
-    _assert_gradients_of(net, plain, *([0, 1] if given.survive else []), 2)
+    _assert_gradients_of(net, plain, 2)
     for each in (net, plain):
         each.zero_grad()
     net.set_manual_backward_finalization(False)
@@ -207,16 +183,14 @@ def _assert_survive(given: Given, **options: Any) -> None:
 
 @pytest.mark.parametrize("name", ON_SHARDS)
 @distributed(2)
-def test_gradients_of_backwards_before_one_that_raises_survive_or_are_dropped_loudly(
-    name: str,
-) -> None:
-    _assert_survive(ON_SHARDS[name])
+def test_gradients_that_wait_when_a_backward_raises_are_dropped_loudly(name: str) -> None:
+    _assert_dropped(ON_SHARDS[name])
 
 
-@pytest.mark.parametrize("name", few(ON_REPLICAS, *list(ON_REPLICAS)[:3]))
+@pytest.mark.parametrize("name", ON_REPLICAS)
 @distributed(4)
 def test_so_do_partial_results_of_a_hybrid_mesh(name: str) -> None:
-    _assert_survive(ON_REPLICAS[name], mesh=cpu_mesh((2, 2), ("replicate", "shard")))
+    _assert_dropped(ON_REPLICAS[name], mesh=cpu_mesh((2, 2), ("replicate", "shard")))
 
 
 @distributed(2)
@@ -236,24 +210,6 @@ def test_a_backward_that_raises_may_have_added_to_earlier_gradients_as_in_torch(
     _fail(net)
     net.reset_iter_state()
     assert all(param.grad is None for param in net.parameters())
-
-
-@distributed(2)
-def test_in_the_reduce_dtype_if_that_is_another() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    nets = [_stack(mp_policy=policy)[0] for _ in range(2)]
-    for net, fails in zip(nets, (True, False), strict=True):
-        net.set_keep_unsynced_gradients(fails)
-        net.set_requires_gradient_sync(False)
-        _backward(net, 0)
-        if fails:
-            _fail(net)
-            net.reset_iter_state()
-        _backward(net, 1)
-        net.set_requires_gradient_sync(True)
-        _backward(net, 2)
-    for param, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-        assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor())
 
 
 @distributed(2)

@@ -37,7 +37,6 @@ OURS = {
     "set_canonical_order",
     "set_gather_bucket_cap",
     "set_gather_on_read",
-    "set_keep_unsynced_gradients",
     "set_placements",
     "set_reduce_bucket_cap",
     "statistics",

@@ -119,7 +119,6 @@ class AroundCase:
         two_groups: whether the optimizer has two groups.
         decays: whether the learning rate falls after each step.
         fills_zeros: whether ``zero_grad`` fills gradients with zeros, else frees them.
-        keeps_unsynced: whether gradients that are not reduced outlive an error.
         overlaps: for each step, whether "overlapped" steps beside backward.
         before: what comes before each step.
         moves: how state moves into another run, before each step; empty: it does not.
@@ -142,7 +141,6 @@ class AroundCase:
     two_groups: bool = False
     decays: bool = False
     fills_zeros: bool = False
-    keeps_unsynced: bool = False
     overlaps: tuple[bool, ...] = ()
     before: tuple[tuple[str, ...], ...] = ()
     moves: tuple[str, ...] = ()
@@ -179,7 +177,6 @@ def draw_around(case: FuzzCase) -> AroundCase:
         two_groups=rng.random() < 0.3,
         decays=rng.random() < 0.3,
         fills_zeros=rng.random() < 0.2,
-        keeps_unsynced=any("fail" in events for events in between),
         overlaps=tuple(rng.random() < 0.85 for _ in case.steps),
         moves=tuple(rng.choice(MOVES) for _ in case.steps),
         between=tuple(map(tuple, between)),

@@ -6,6 +6,7 @@ Each event changes both models alike, or neither.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -39,10 +40,7 @@ def before_micro_batch(pair: Pair, micro: int) -> None:
     if name == "freeze":
         _freeze(pair)
     if name in ("fail", "interrupt"):
-        _raise_somewhere(pair, _PlannedError if name == "fail" else _Interrupt)
-        if pair.case.canonical:
-            with torch.no_grad():
-                pair.run.model(_ones(), 0)
+        _drop_earlier(pair, _PlannedError if name == "fail" else _Interrupt)
     if name in ("change placements", "change the reshard", "average"):
         _BEFORE[name](pair)
     if name == "replace a parameter" and not _reduces_twice(pair):
@@ -141,6 +139,16 @@ def _fail(pair: Pair, kind: type[BaseException] | None = None) -> None:
     if pair.case.canonical:
         with torch.no_grad():
             pair.run.model(_ones(), 0)
+
+
+def _drop_earlier(pair: Pair, kind: type[BaseException]) -> None:
+    """Raise after other micro-batches of a step, whose gradients the program drops."""
+    _raise_somewhere(pair, kind)
+    with warnings.catch_warnings():  # there may be gradients that no backward has reduced
+        warnings.filterwarnings("ignore", message="gradients of earlier backwards")
+        pair.run.model.reset_iter_state()
+    for optimizer in pair.optimizers:
+        optimizer.zero_grad()
 
 
 def _raise_somewhere(pair: Pair, kind: type[BaseException]) -> None:

@@ -141,7 +141,6 @@ def sharded(case: FuzzCase, around: Around) -> Any:
     walk(model.tree)
     fully_shard(model, reshard_after_forward=case.root_reshard, **options)
     assert isinstance(model, FSDPModule)
-    model.set_keep_unsynced_gradients(around.case.keeps_unsynced)
     if case.canonical:
         model.set_canonical_order()
     return model

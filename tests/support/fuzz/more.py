@@ -127,31 +127,28 @@ def draw_more(case: FuzzCase) -> tuple[AroundCase, MoreCase]:
         between=tuple(map(tuple, between)),
         moves=tuple(way if rng.random() < 0.3 else "" for way in around.moves),
     )
-    keeps = any(name in ("fail", "interrupt") for events in between for name in events)
     more = replace(
         more,
         carried=draw_carried(case, casts=around.mixed),
         blocks=draw_blocks(case),
         kept=random.Random(f"kept {case.seed}").choice([*Kept]),
     )
-    return _possible(found, more, keeps), more
+    return _possible(found, more), more
 
 
 def _rank(rng: random.Random, case: FuzzCase) -> int:
     return rng.randrange(case.world_size) if rng.random() < 0.4 else -1
 
 
-def _possible(around: AroundCase, more: MoreCase, keeps: bool) -> AroundCase:
+def _possible(around: AroundCase, more: MoreCase) -> AroundCase:
     """Return what can be around a run whose program does ``more``.
 
     Args:
         around: what was drawn.
         more: what the program does.
-        keeps: whether gradients that are not reduced are to outlive an error.
     """
-    moved = tuple(_possible(each, more, keeps) for each in around.moved)
-    around = replace(around, moved=moved, keeps_unsynced=keeps)
-    around = replace(around, at_rest=not any(more.blocks.before))
+    moved = tuple(_possible(each, more) for each in around.moved)
+    around = replace(around, moved=moved, at_rest=not any(more.blocks.before))
     if more.closure or more.overflows is not None:  # neither is beside backward
         around = replace(around, overlaps=tuple(False for _ in around.overlaps))
     if more.overflows is not None:  # who clips looks at gradients that are scaled back

@@ -210,10 +210,6 @@ def _finalized(model: Any, last: bool) -> None:
         handle.wait()
 
 
-def _kept_unsynced(model: Any) -> None:
-    model.set_keep_unsynced_gradients(True)
-
-
 def _hooked(model: Any) -> None:
     for block in model.blocks:
         block.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5))
@@ -409,7 +405,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "post-forward-mesh": {"reshard_after_forward": 2},
     "no-sync": {"micro_batches": 3, "backward": _without_sync},
-    "no-sync-kept": {"micro_batches": 3, "backward": _without_sync, "prepare": _kept_unsynced},
     "no-sync-mixed": {"micro_batches": 3, "backward": _without_sync, "mp_policy": _HALF},
     "finalized": {"micro_batches": 2, "backward": _finalized},
     "not-last": {"micro_batches": 3, "backward": _not_last},

@@ -279,25 +279,6 @@ class CommSettings:
                 chosen = made[ranks]
             group.gradients.change(process_group=chosen)
 
-    def set_keep_unsynced_gradients(self, keep: bool, *, recurse: bool = True) -> None:
-        """Set whether gradients of earlier backwards survive an error in a later one as they are.
-
-        By default a backward adds to them as it goes, as in torch. So after an error sharded
-        gradients may have a part of that backward. Gradients that ``set_requires_gradient_sync``
-        or ``set_requires_all_reduce`` kept from communication are dropped, with a warning. If this
-        is set, the gradients of a backward are a second copy until it ends.
-
-        Args:
-            keep: whether to.
-            recurse: set it for all sharded modules below, too.
-
-        Raises:
-            TypeError: if an argument is not a bool.
-        """
-        require_bool("keep", keep)
-        for group in groups_of(self, recurse):
-            group.gradients.change(survives_errors=keep)
-
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
     ) -> None:

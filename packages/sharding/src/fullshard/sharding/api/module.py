@@ -171,7 +171,6 @@ class FSDPModule(CommSettings, StepSettings, _Original):
         Call it on every rank. Waits for what is in flight. Sharded gradients of backwards that
         ended stay, with what the failed one added to them. All else that it left is dropped, and
         with it, with a warning, gradients that earlier ones accumulated without communication.
-        ``set_keep_unsynced_gradients`` keeps all gradients of earlier ones as they were.
 
         Raises:
             RuntimeError: if this module is not the root.

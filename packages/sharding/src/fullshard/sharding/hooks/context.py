@@ -376,8 +376,8 @@ class RootContext:
         if lost:
             warnings.warn(
                 "gradients of earlier backwards, accumulated without communication, are dropped "
-                f"in {', '.join(map(repr, lost))}; to keep such gradients from backwards that "
-                "raise, at the cost of a second copy, call set_keep_unsynced_gradients(True)",
+                f"in {', '.join(map(repr, lost))}; call zero_grad() and run all micro-batches of "
+                "the step again",
                 RuntimeWarning,
                 stacklevel=3,
             )

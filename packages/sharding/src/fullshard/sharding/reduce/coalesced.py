@@ -73,7 +73,6 @@ def _coalesced(*waiting: ReductionSetup) -> ReductionSetup | None:
         if not (
             each.layout.buffer.dtype is first.layout.buffer.dtype
             and each.wire == first.wire
-            and each.settings.survives_errors is first.settings.survives_errors
             and configs_coalesce(each.config, first.config)
             and coalescing_pays(each.layout, each.config)
         ):

@@ -78,7 +78,6 @@ class GroupGradients(ReductionSetups):
         self._trained_before: set[tuple[bool, ...]] = set()
         # by parameter the sum in the reduce dtype, apart from what autograd adds to
         self._sums: dict[FSDPParam, torch.Tensor] = {}
-        self._saved: dict[FSDPParam, torch.Tensor] = {}  # sums that were taken, to put back
         self._generation = params[0].generation
         self._replacements = -1
         self._sharded: list[nn.Parameter] = []
@@ -130,8 +129,7 @@ class GroupGradients(ReductionSetups):
             reduce: whether it is time.
         """
         if not (reduce and self.reduces):
-            if not self.settings.survives_errors:  # else once backward ended without an error
-                self._stash()
+            self._stash()
             return ()
         self.reduced = True
         self.in_unsynced_backward = False
@@ -174,12 +172,11 @@ class GroupGradients(ReductionSetups):
             empty string. The other groups end first, as on ranks without an error.
         """
         self.has_unreduced, late = self.waiting, ""
-        self._saved.clear()
         if self.has_unreduced and self.reduced and not self.grads_after_reduce:
             late = ", ".join(
                 [p.name for p in self.params if p in self._sums or p.autograd_grad is not None]
             )
-        if late or (self.has_unreduced and self.settings.survives_errors):
+        if late:
             self._stash()
         if self.reduced:
             self._trained_before.clear()
@@ -211,14 +208,18 @@ class GroupGradients(ReductionSetups):
         self.unannounced = unannounced
 
     def abandon(self) -> bool:
-        """Drop the gradients of an unfinished backward; return whether others were lost too.
+        """Drop the gradients of an unfinished backward, and those of earlier ones without sync.
 
-        Other gradients are from successful backwards without communication; they stay if they
-        survive errors.
+        Returns:
+            Whether there were any of earlier ones.
         """
-        keep = self.settings.survives_errors
-        lost = self.unsynced and not keep
-        self._drop(keep=keep)
+        lost = self.unsynced
+        self._sums.clear()
+        self._trained_before.clear()
+        self.has_unreduced = self.in_unsynced_backward = False
+        for param in self.params:
+            param.drop_gradient()
+        self.strategy.abandon()
         self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
         return lost
 
@@ -231,11 +232,10 @@ class GroupGradients(ReductionSetups):
         """
         for param in self.params:
             total = self.take_of(param)
-            self._saved.pop(param, None)
             self.set_grad(param, None if param in replaced else total)
         self.has_unreduced = self.waiting
         if self.strategy.unsynced:
-            self.strategy.abandon(keep=False)
+            self.strategy.abandon()
             warnings.warn(
                 f"parameters of {self.name!r} were replaced or changed their dtype, so gradients "
                 "that were reduced over one axis of the mesh are dropped; do so between steps",
@@ -262,8 +262,6 @@ class GroupGradients(ReductionSetups):
         gradient = None if left is None else param.to_reduce(left)
         if total is None:
             return gradient
-        if param in self._saved:
-            total = total.clone()
         return total if gradient is None else total.add_(gradient)
 
     def set_grad(self, param: FSDPParam, total: torch.Tensor | None) -> None:
@@ -281,8 +279,6 @@ class GroupGradients(ReductionSetups):
         """
         trainable = self._trainable()
         if self._sums:
-            if self.settings.survives_errors:
-                self._saved = {**self._sums, **self._saved}
             return [self.take_of(param) for param in self.params], trainable
         found = gradients_of(self._unsharded)
         with without_torch_function():
@@ -313,27 +309,11 @@ class GroupGradients(ReductionSetups):
         """Move autograd's gradients into the sums.
 
         If autograd's dtype is the reduce dtype, the gradient stays in place, because autograd adds
-        further gradients to it; unless it is to outlive a backward that raises.
+        further gradients to it.
         """
         for param in self.params:
             left = param.autograd_grad
             if left is None:
                 continue
-            if (
-                self.settings.survives_errors
-                or param in self._sums
-                or left.dtype != param.reduce_dtype
-            ):
+            if param in self._sums or left.dtype != param.reduce_dtype:
                 self.set_grad(param, self.take_of(param))
-
-    def _drop(self, *, keep: bool) -> None:
-        """Drop the gradients of an unfinished backward, and earlier ones if not ``keep``."""
-        self._sums = {**self._sums, **self._saved} if keep else {}
-        self._saved.clear()
-        self.has_unreduced &= keep
-        self.in_unsynced_backward &= keep
-        if not keep:
-            self._trained_before.clear()
-        for param in self.params:
-            param.drop_gradient()
-        self.strategy.abandon(keep=keep)

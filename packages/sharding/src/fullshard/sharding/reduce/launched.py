@@ -9,7 +9,7 @@ copied where parameters live, and added to gradients of earlier backwards. All o
 stream of the reduction, so no computation waits for it, and the memory of the result is free for
 the next reduction. Torch's ``fully_shard`` does the same. What is not added becomes ``.grad`` at
 the end of the backward: a backward that raises leaves no new gradient. What was added stays. With
-``survives_errors``, or an offload, all is added at the end.
+an offload, all is added at the end.
 
 [Note: whose gradients] What a reduction gives becomes ``.grad`` and belongs to the user from then
 on: no later reduction fills that memory again, and ``zero_grad(set_to_none=True)`` frees it.
@@ -57,7 +57,6 @@ class ReduceSettings:
         inputs_in_flight: how many reductions travel at once, and so how many packed inputs.
         zero_unused: whether a parameter that no rank used gets zeros instead of no gradient.
         cap_mb: MiB of small reductions that may share a launch; 0: each has its own.
-        survives_errors: whether gradients of backwards that ended well outlive one that raises.
         hook: called with each reduced buffer.
         hook_stream: to call it on; None: the all-reduce stream.
     """
@@ -69,7 +68,6 @@ class ReduceSettings:
     inputs_in_flight: int = 1  # as in torch: two took as long a step, and more memory
     zero_unused: bool = False
     cap_mb: float
-    survives_errors: bool = False
     hook: Callable[[torch.Tensor], None] | None = None
     hook_stream: Any = None
 
@@ -109,8 +107,7 @@ class ReductionSetup:
         """The function that launches it: by default ``ReducePlan.launch``; see ``launch_of``."""
         forms = [param.grad_sent for param in self.params]
         plan = self.wire.reduction(self.layout, forms, self.config)
-        survives = self.settings.survives_errors
-        return self.strategy.launch_of(plan, self.params, self.scaling, survives_errors=survives)
+        return self.strategy.launch_of(plan, self.params, self.scaling)
 
     @cached_property
     def nbytes(self) -> int:
@@ -126,7 +123,7 @@ class ReductionSetup:
     @cached_property
     def adds_in_backward(self) -> bool:
         """Whether results are added to earlier gradients as they arrive; see [Note: landing]."""
-        return not self.offloads and not self.settings.survives_errors
+        return not self.offloads
 
     @cached_property
     def lands_at_once(self) -> bool:

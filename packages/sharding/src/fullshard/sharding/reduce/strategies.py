@@ -77,8 +77,6 @@ class PlainReduce:
         plan: ReducePlan,
         params: tuple[FSDPParam, ...],
         scaling: ReduceScaling,
-        *,
-        survives_errors: bool,
     ) -> Launch:
         """Return the function that launches whole reductions.
 
@@ -86,7 +84,6 @@ class PlainReduce:
             plan: launches the reduce-scatter.
             params: the parameters whose gradients are reduced.
             scaling: of the whole reduction.
-            survives_errors: whether kept results outlive a backward that raises.
         """
         return plan.launch
 
@@ -118,8 +115,8 @@ class PlainReduce:
     def end_of_backward(self) -> None:
         """Take notice that a backward ended well."""
 
-    def abandon(self, *, keep: bool) -> None:
-        """Drop what a backward that did not end kept; all if not ``keep``."""
+    def abandon(self) -> None:
+        """Drop all that is kept."""
 
 
 # -- a world of one -------------------------------------------------------------------------------
@@ -136,8 +133,6 @@ class AliasReduce(PlainReduce):
         plan: ReducePlan,
         params: tuple[FSDPParam, ...],
         scaling: ReduceScaling,
-        *,
-        survives_errors: bool,
     ) -> Launch:
         """Return a function that launches nothing where gradients can be used directly."""
         return partial(self._launch, plan)
@@ -186,7 +181,7 @@ class TwoReductions(PlainReduce):
         self._partial: dict[_Key, torch.Tensor] = {}
         self._begun: list[tuple[_Key, ReduceInFlight]] = []  # partial ones, in this backward
         self._ended: list[tuple[_Key, ReduceInFlight]] = []  # in one whose end did not wait
-        self._sent: dict[_Key, torch.Tensor | None] = {}  # in this backward; None: not to put back
+        self._sent_any = False  # whether this backward sent a partial result
 
     def at_result(self, streams: CommStreams) -> AbstractContextManager[object]:
         """Return a context in which the stream of the second reduction is current."""
@@ -201,19 +196,17 @@ class TwoReductions(PlainReduce):
     @property
     def unsynced(self) -> bool:
         """Whether anything is kept, or was, until the present backward sent it."""
-        return bool(self._sent or self.partial_params)
+        return self._sent_any or bool(self.partial_params)
 
     def launch_of(
         self,
         plan: ReducePlan,
         params: tuple[FSDPParam, ...],
         scaling: ReduceScaling,
-        *,
-        survives_errors: bool,
     ) -> Launch:
         """Return a function whose results are reduced again, or kept for a later reduction."""
         follow = self._follower(plan, params, scaling)
-        return partial(self._launch, plan, params, follow, survives_errors)
+        return partial(self._launch, plan, params, follow)
 
     def _follower(
         self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
@@ -226,7 +219,6 @@ class TwoReductions(PlainReduce):
         plan: ReducePlan,
         params: tuple[FSDPParam, ...],
         follow: _Follower,
-        survives_errors: bool,
         gradients: Gradients,
     ) -> InFlight:
         """Return both reductions, or the first, which is kept for a later one."""
@@ -238,7 +230,7 @@ class TwoReductions(PlainReduce):
         key = (params, plan.layout.buffer.dtype)
         if not self.gives_gradients:
             blocks = streams.asynchronous_work
-            if blocks or survives_errors or key not in self._partial:
+            if blocks or key not in self._partial:
                 self._begun.append((key, reduction))
             else:
                 self._add(key, reduction, streams)
@@ -246,7 +238,7 @@ class TwoReductions(PlainReduce):
         partial_sum = self._partial.pop(key, None)
         in_flight = follow(reduction, partial=partial_sum)
         if partial_sum is not None:
-            self._sent[key] = partial_sum if survives_errors else None
+            self._sent_any = True
             added = streams.record(streams.all_reduce)
             streams.retire(partial_sum, streams.reduce, added, keep=1)
         return in_flight
@@ -271,19 +263,14 @@ class TwoReductions(PlainReduce):
         """Drop gradients that a second reduction added, and keep the others."""
         self._ended += self._begun
         self._begun.clear()
-        self._sent.clear()
+        self._sent_any = False
 
-    def abandon(self, *, keep: bool) -> None:
-        """Drop the gradients of an unfinished backward; all gradients if not ``keep``."""
+    def abandon(self) -> None:
+        """Drop all that is kept."""
         self._begun.clear()
-        if keep:
-            self._partial.update(
-                {key: each for key, each in self._sent.items() if each is not None}
-            )
-        else:
-            self._partial.clear()
-            self._ended.clear()
-        self._sent.clear()
+        self._partial.clear()
+        self._ended.clear()
+        self._sent_any = False
 
 
 class HybridReduce(TwoReductions):
