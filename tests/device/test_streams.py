@@ -17,6 +17,7 @@ from support.device.pace import Pace, paced
 pytestmark = pytest.mark.device
 
 LAZY = Pace(held=1.0)
+UNTIL_READ = Pace(quiet_ms=60_000)  # what waits for nothing stays late while the host is slow
 
 
 def _filled_late(value: float) -> torch.Tensor:
@@ -29,23 +30,25 @@ def _filled_late(value: float) -> torch.Tensor:
 
 
 def test_a_read_without_a_wait_sees_what_was_there_before() -> None:
-    made, side = _filled_late(3), card.Stream()
-    with card.stream(side):
-        read = made + 1
-    side.synchronize()
-    assert read.tolist() == [1.0] * 1000
-    assert made.tolist() == [3.0] * 1000
+    with paced(UNTIL_READ):
+        made, side = _filled_late(3), card.Stream()
+        with card.stream(side):
+            read = made + 1
+        side.synchronize()
+        assert read.tolist() == [1.0] * 1000
+        assert made.tolist() == [3.0] * 1000
 
 
 def test_a_write_without_a_wait_comes_before_an_earlier_read() -> None:
-    made, side = torch.ones(10, device=CARD), card.Stream()
-    card.synchronize()
-    card._sleep(1)
-    read = made + 1
-    with card.stream(side):
-        made.fill_(7)
-    side.synchronize()
-    assert read.tolist() == [8.0] * 10
+    with paced(UNTIL_READ):
+        made, side = torch.ones(10, device=CARD), card.Stream()
+        card.synchronize()
+        card._sleep(1)
+        read = made + 1
+        with card.stream(side):
+            made.fill_(7)
+        side.synchronize()
+        assert read.tolist() == [8.0] * 10
 
 
 def _wait_event(side: Any) -> None:

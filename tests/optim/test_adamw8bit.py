@@ -159,7 +159,6 @@ def test_parameters_of_a_batch_are_stepped_as_each_alone_would_be() -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
 def test_a_compiled_step_takes_its_tables_as_inputs_and_is_the_eager_one() -> None:
     """But for torch's own corrections of bias, which it computes in fp32 then."""
     graphs: list[str] = []

@@ -20,10 +20,7 @@ from support.parity.compare import assert_equal, rounding
 from support.products import few
 from support.ranks import distributed
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 
 _Make = Callable[[nn.Module], Any]
 

@@ -34,7 +34,6 @@ from support.ranks import cpu_mesh, distributed
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
 ]
 

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard, replicate
+from fullshard.sharding.hooks import context
 from fullshard.wrappers.fsdp1 import FullyShardedDataParallel, MixedPrecision
 from support.events.models import DIM
 from support.events.recorder import full_gradients
@@ -517,6 +519,36 @@ def test_a_recomputation_gets_what_forward_got(dtype: torch.dtype, reentrant: bo
         for name, grad in full_gradients(ours).items():
             expected = layer.get_parameter(name).grad
             torch.testing.assert_close(grad, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@distributed(1)
+def test_inputs_are_their_own_again_though_the_engine_still_holds_a_backward(raises: bool) -> None:
+    """As its thread for a device may for a moment, after backward returned to the caller."""
+    held: list[Callable[[], None]] = []
+    queue = context.queue_end_of_backward
+
+    def hold(end: Callable[[], None]) -> None:
+        held.append(end)
+        queue(end)
+
+    net: Any = fully_shard(nn.Linear(DIM, DIM), mp_policy=MixedPrecisionPolicy(BF16))
+    x = _batch()
+    with patch.object(context, "queue_end_of_backward", hold):
+        out = net(x)
+        if raises:
+            net.weight.register_hook(_refuse)
+            with pytest.raises(ValueError, match="refused"):
+                out.sum().backward()
+            net.reset_iter_state()
+        else:
+            out.sum().backward()
+    assert held
+    assert x.dtype == torch.float32
+
+
+def _refuse(grad: torch.Tensor) -> None:
+    raise ValueError("refused")
 
 
 @distributed(2)

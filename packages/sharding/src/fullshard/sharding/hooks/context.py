@@ -88,6 +88,7 @@ class RootContext:
         self._frame: FrameType | None = None  # what called the outermost forward
         # present while a backward is in progress, dead if it raised: autograd has dropped it
         self._backward_end: weakref.ref[Callable[[], None]] | None = None
+        self._at_end: list[Callable[[], object]] = []  # each does nothing when called again
         self.schedule, self.record = Schedule(), StepRecord()
         self.schedule.take_over(self.record, self.shared.queue)
 
@@ -166,9 +167,8 @@ class RootContext:
             if group.gathering.keeps_copies and not group.gathering.within_step:
                 group.gathering.drop_copies()
         record = self.record
-        if record.post_forward.names and not any(
-            group.generation.outstanding for group in self.groups
-        ):
+        outstanding = (group.generation.outstanding for group in self.groups)
+        if record.post_forward.names and not any(outstanding):
             record.drop_post_forward()  # forwards without gradients
         record.last_forward, record.forward = record.forward, Order()
         torch.clear_autocast_cache()  # see [Note: autocast]
@@ -243,13 +243,18 @@ class RootContext:
     def at_end_of_backward(self, function: Callable[[], None]) -> None:
         """Call ``function`` when the present backward has ended or raised; the last comes first."""
         if self._backward_end is not None:
-            weakref.finalize(self._backward_end(), function)
+            self._at_end.append(weakref.finalize(self._backward_end(), function))
+
+    def _call_at_end(self) -> None:
+        while self._at_end:  # a thread of the engine may hold the callback after backward
+            self._at_end.pop()()
 
     @untraced
     def _end_backward(self) -> None:
         needs_range = functorch_is_active() or is_profiled()
         with set_apart("root_post_backward_callback", "") if needs_range else NOTHING:
             end, self._backward_end = self._backward_end, None
+            self._call_at_end()
             self.backwards_ended += 1
             self.schedule.end(backward=True)
             by_hand, is_last = self.finalizes_by_hand, self.is_last_backward
@@ -289,7 +294,9 @@ class RootContext:
         for group in reversed(self.record.used_groups):
             self.schedule.finish_backward(group, is_last=is_last)
         if len(self.record.used_groups) < len(self.groups):
-            self._end_unused()
+            for group in self.groups:  # backward reshards what a user gathered and no forward used
+                if group not in self.record.used_groups and not group.full_after_backward:
+                    group.drop_leases(LeaseKind.USER)
         self._release_expired()
         keep_copies_within_step(self.groups, is_last=is_last)
         self.schedule.buckets.launch_waiting()
@@ -309,12 +316,10 @@ class RootContext:
         Raises:
             RuntimeError: on every rank, if a rank has lost a gradient that it had to read.
         """
-        check = None
-        if self._fallible:
-            params = [param for group in self._fallible for param in group.params]
-            check = partial(offload_errors.raise_lost_gradients, params)
+        params = [param for group in self._fallible for param in group.params]
+        check = partial(offload_errors.raise_lost_gradients, params)
         try:
-            self.shared.queue.commit(check)
+            self.shared.queue.commit(check if self._fallible else None)
         finally:
             self.shared.streams.collect_all()
             if FRAMES:
@@ -335,12 +340,6 @@ class RootContext:
         if error:
             self.commit()
             raise RuntimeError(error)
-
-    def _end_unused(self) -> None:
-        """Reshard what a user gathered and no forward has ever used: a backward ends that, too."""
-        for group in self.groups:
-            if group not in self.record.used_groups and not group.full_after_backward:
-                group.drop_leases(LeaseKind.USER)
 
     # -- errors -----------------------------------------------------------------------------------
 
@@ -364,6 +363,7 @@ class RootContext:
             self.record.forward = self.record.last_forward
         self._depth = 0
         self._backward_end = self._frame = None
+        self._call_at_end()
         self.record.drop_post_forward()
         for state in reversed(self.states):  # the inner calls first, which began last
             state.reset()
