@@ -226,6 +226,23 @@ def test_a_retained_graph_that_runs_again_beside_a_new_one_does_as_under_torchs(
 
 
 @distributed(2)
+def test_a_graph_of_an_earlier_step_on_one_rank_keeps_nothing_that_a_later_step_gathers() -> None:
+    net = make_net(ours, reshard_after_forward=False)
+    sharded = sharded_parameters(net)
+    output = net(batch())
+    kept = output if dist.get_rank() == 0 else None
+    del output
+    step(sharded.values())
+    loss = net(batch(seed=2)).square().sum()
+    loss.backward(retain_graph=True)
+    assert all(param.grad is not None for param in sharded_parameters(net).values())
+    recorder = record(net)
+    loss.backward()
+    assert len(recorder.gathers) == 4, "on every rank"
+    del kept
+
+
+@distributed(2)
 def test_a_step_makes_copies_of_all_groups_of_its_root_stale_but_frozen_ones() -> None:
     net = make_net(ours, reshard_after_forward=False)
     with torch.no_grad():

@@ -360,6 +360,52 @@ def test_an_attribute_of_a_tensor_goes_from_layer_to_layer(dtype: torch.dtype) -
     torch.testing.assert_close(grad, expected, rtol=rtol, atol=atol)
 
 
+class Counts(nn.Module):
+    """Sets an attribute of what it returns: its input, or what a layer makes of that."""
+
+    def __init__(self, *, returns_input: bool) -> None:
+        super().__init__()
+        self.linear, self.returns_input = nn.Linear(DIM, DIM), returns_input
+
+    def forward(self, x: Any) -> Any:
+        """Shape: that of ``x``."""
+        y = x if self.returns_input else self.linear(x)
+        y.count = getattr(x, "count", 0) + 1
+        return y
+
+
+POLICIES = {
+    "float32": MixedPrecisionPolicy(),
+    "bfloat16": MixedPrecisionPolicy(BF16),
+    "cast output": MixedPrecisionPolicy(output_dtype=torch.float64, cast_forward_inputs=False),
+}
+
+
+@pytest.mark.parametrize("within", ["nothing", "profiler", "torch.func.grad"])
+@pytest.mark.parametrize("returns_input", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+@distributed(2)
+def test_what_a_module_returns_keeps_its_attributes(
+    policy: str, returns_input: bool, within: str
+) -> None:
+    counts: Any = fully_shard(Counts(returns_input=returns_input), mp_policy=POLICIES[policy])
+
+    def run(x: Any) -> torch.Tensor:
+        x.count = 4
+        y = counts(x)
+        assert y.count == 5
+        loss: torch.Tensor = y.float().sum()
+        return loss
+
+    x = _batch(requires_grad=True)
+    if within == "torch.func.grad":
+        torch.func.grad(run)(x)
+        return
+    with torch.profiler.profile() if within == "profiler" else nullcontext():
+        run(x).backward()
+    assert x.count == (5 if returns_input else 4)
+
+
 class Raises(nn.Module):
     """Raises after it looked at its input."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fullshard.comm.spi import can_pin, traits_of
-from fullshard.sharding.base.tensors import map_tensors
+from fullshard.sharding.base.tensors import map_tensors, with_attributes_of
 from fullshard.sharding.base.torch_objects import converted
 from fullshard.sharding.protocols import (
     NoOffload,
@@ -108,7 +108,7 @@ class FullPrecision(FieldPrecision):
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return with_attributes_of(tensor, tensor.to(dtype)) if tensor.is_floating_point() else tensor
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import nn
 
 from fullshard.comm.spi import is_profiled
 from fullshard.sharding.base.compat import (
@@ -26,7 +25,13 @@ from fullshard.sharding.base.compat import (
     swap_impl,
     version_of,
 )
-from fullshard.sharding.base.tensors import map_tensors, replace_in, tensors_in
+from fullshard.sharding.base.tensors import (
+    STATELESS,
+    map_tensors,
+    replace_in,
+    tensors_in,
+    with_attributes_of,
+)
 
 __all__ = ["Args", "Inputs", "Kwargs", "StandIns"]
 
@@ -35,7 +40,6 @@ Kwargs: TypeAlias = dict[str, Any]
 Inputs: TypeAlias = tuple[Args, Kwargs]
 """The arguments of a module's forward."""
 
-_STATELESS = (torch.Tensor, nn.Parameter)  # a subclass keeps a part of its state in attributes
 _holders: dict[int, list[int]] = {}  # by the id of an input: the thread whose call exchanged it
 
 
@@ -80,7 +84,7 @@ class StandIns:
                 except RuntimeError:
                     exchanged = False
             if not exchanged:
-                other.__dict__ = tensor.__dict__
+                with_attributes_of(tensor, other)
                 self._others[id(tensor)] = other
             self._pairs.append(_Pair(tensor, other, version, has_hooks, exchanged))
 
@@ -182,7 +186,7 @@ class StandIns:
         for tensor, other, version, *_ in self._pairs:
             # hooks on an output hold the nodes before the inputs, so it has a node of its own
             shown = other.view_as(other) if other.requires_grad else other
-            others[id(other)] = shown
+            others[id(other)] = with_attributes_of(tensor, shown)
             if not _are_alike(tensor, other) or (alone and _version(other) == version):
                 others[id(tensor)] = shown
         return map_tensors(lambda tensor: others.get(id(tensor), tensor), output)
@@ -212,7 +216,7 @@ def _exchange(tensor: torch.Tensor, other: torch.Tensor) -> None:
     Checkpointing may give a recomputation the stand-in, which autograd saved.
     """
     swap_impl(tensor, other)
-    if type(tensor) in _STATELESS and type(other) in _STATELESS:
+    if type(tensor) in STATELESS and type(other) in STATELESS:
         other.__dict__ = tensor.__dict__
     else:
         _exchange_state(tensor, other)

@@ -20,15 +20,35 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fullshard.sharding.base.compat import registered_node
 
-__all__ = ["PLAIN", "is_plain", "map_tensors", "replace_in", "tensors_in"]
+__all__ = [
+    "PLAIN",
+    "STATELESS",
+    "is_plain",
+    "map_tensors",
+    "replace_in",
+    "tensors_in",
+    "with_attributes_of",
+]
 
 PLAIN: set[type] = {torch.Tensor, nn.Parameter}
 """The kinds of tensors that are their memory and nothing else; a simulator adds its own."""
+
+STATELESS = (torch.Tensor, nn.Parameter)
+"""The kinds of tensors whose attributes are all a user's; a subclass may keep its state there."""
 
 
 def is_plain(tensor: object) -> bool:
     """Whether a tensor's memory may stand for it; of other subclasses only they know."""
     return type(tensor) in PLAIN
+
+
+def with_attributes_of(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return ``other`` with what a user set as attributes of ``tensor``, which it replaces."""
+    if type(tensor) in STATELESS and type(other) in STATELESS:
+        other.__dict__ = tensor.__dict__
+    else:
+        other.__dict__ = {**vars(tensor), **vars(other)}
+    return other
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

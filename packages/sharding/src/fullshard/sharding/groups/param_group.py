@@ -160,7 +160,7 @@ class FSDPParamGroup:
         self.adopt_replaced()
         has_copy = self.gathering.state is not ShardedState.SHARDED or self.leases.out
         if has_copy and self.gathering.stale:
-            self.leases.drop(LeaseKind.KEPT, LeaseKind.PREFETCH)
+            self.leases.drop(LeaseKind.KEPT, LeaseKind.PREFETCH, LeaseKind.GRAPH)
             self.gathering.reshard()
         elif LeaseKind.GRAPH in self.leases.out and not self._checked_in_this_forward:
             self.leases.drop(LeaseKind.GRAPH)

@@ -31,7 +31,7 @@ from fullshard.sharding.base.compat import (
     untraced,
     without_functorch,
 )
-from fullshard.sharding.base.tensors import map_tensors
+from fullshard.sharding.base.tensors import map_tensors, with_attributes_of
 
 __all__ = ["outside_transforms", "refuse_tracing", "set_apart", "watch"]
 
@@ -107,7 +107,9 @@ def watch(hook: _Hook, value: Any, *, copy: bool = False) -> Any:
     """
     if not copy:
         return map_tensors(partial(_watched, hook), value)
-    return map_tensors(lambda tensor: _watched(hook, tensor).clone(), value)
+    return map_tensors(
+        lambda tensor: with_attributes_of(tensor, _watched(hook, tensor).clone()), value
+    )
 
 
 def refuse_tracing(name: str) -> None:
