@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fullshard.sharding import FSDPModule, unsharded
 from support.events.models import batch, make_net
@@ -210,6 +212,51 @@ def test_parameters_that_change_between_two_forwards_of_one_backward_do_as_under
         (loss + net(batch(seed=3)).square().sum()).backward()
 
     against_torch(run, reshard_after_forward=True)
+
+
+@distributed(2)
+def test_a_backward_reaches_a_forward_of_earlier_parameters_after_a_later_one() -> None:
+    """Only the end of backward ends the first forward, as its input requires no gradient."""
+    torch.manual_seed(0)
+    whole = nn.Linear(8, 8)
+    net: Any = ours(deepcopy(whole))
+    for model in (net, whole):
+        earlier = model(torch.ones(8))
+        if model is net:
+            net.parameters_changed()
+        (earlier + model(torch.ones(8, requires_grad=True))).sum().backward()
+    assert_gradients_of(net, whole)
+
+
+class RecomputesTied(nn.Module):
+    """Runs a layer, and then checkpoints a layer that has its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.inner = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.inner.weight = self.outer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape: that of ``x``."""
+        found: torch.Tensor = checkpoint(self.inner, self.outer(x), use_reentrant=True)
+        return found
+
+
+@distributed(2)
+def test_a_recomputation_reduces_after_a_forward_of_earlier_parameters() -> None:
+    torch.manual_seed(0)
+    whole = RecomputesTied()
+    net: Any = deepcopy(whole)
+    for module in (net.inner, net):
+        ours(module)
+    recorder = record(net)
+    for model in (net, whole):
+        loss = model(torch.ones(8)).square().sum()
+        if model is net:
+            net.parameters_changed()
+        loss.backward()
+    assert_gradients_of(net, whole)
+    assert len(recorder.reductions) == 2, "each group once"
 
 
 @distributed(2)

@@ -182,8 +182,23 @@ def draw_carried(case: FuzzCase, casts: bool) -> CarriedCase:
         reads=plain and bool(kind) and drawn[3],
         casts=casts,
         trains=plain,
-        late=bool(kind) and rng.random() < 0.15,
+        late=bool(kind) and rng.random() < 0.15 and not _is_misordered(case, kind),
     )
+
+
+def _is_misordered(case: FuzzCase, kind: str) -> bool:
+    """Return whether ranks may recompute a region before and after they know of its backward.
+
+    No hook watches what is in an object that torch does not know, or an attribute. So if such an
+    entry comes last, its backward recomputes the region first. Where another rank skips the layer,
+    the output comes first. Torch's own misorders gathers for entries of all kinds then.
+    """
+    unseen = kind in ("not registered", "attribute") and not case.canonical
+    return unseen and any(map(_is_skipped, case.nodes)) and max(map(_checkpoints, case.nodes)) > 0
+
+
+def _is_skipped(node: NodeCase) -> bool:
+    return node.skipped or any(map(_is_skipped, node.children))
 
 
 def _checkpoints(node: NodeCase) -> int:

@@ -151,6 +151,10 @@ def _possible(around: AroundCase, more: MoreCase) -> AroundCase:
     around = replace(around, moved=moved, at_rest=not any(more.blocks.before))
     if more.closure or more.overflows is not None:  # neither is beside backward
         around = replace(around, overlaps=tuple(False for _ in around.overlaps))
+    # nor is the second backward of a graph, whose groups are stepped by then
+    both = zip(around.overlaps, more.losses, strict=True)
+    overlaps = tuple(each and losses[-1] is not Loss.TWICE for each, losses in both)
+    around = replace(around, overlaps=overlaps)
     if more.overflows is not None:  # who clips looks at gradients that are scaled back
         around = replace(around, norm=Norm.BY_HAND, checks=False)
         first = [*more.overflows, -1].index(-1)  # the first step that is taken

@@ -89,7 +89,7 @@ class FSDPParamGroup:
         self.gather_cap_mb = coalesced_cap_mb(mesh_info.shard_world_size)
         self._live: set[weakref.ref[ForwardPass]] = set()  # a WeakSet's methods are in Python
         self._checked_in_this_forward = False
-        self._begun: list[ForwardPass] = []  # those that the present backward reached
+        self._begun: set[ForwardPass] = set()  # those that the present backward reached
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -184,8 +184,9 @@ class FSDPParamGroup:
     def begin_backward(self, forward_pass: ForwardPass) -> None:
         """Hold the group for the backward of a forward."""
         self.leases.claim(LeaseKind.BACKWARD, forward_pass.number)
-        self._begun.append(forward_pass)
+        self._begun.add(forward_pass)
         self.gradients.in_backward = True
+        self.gradients.grads_after_reduce |= self.gradients.reduced
 
     @not_pickled
     @untraced
@@ -285,16 +286,15 @@ class FSDPParamGroup:
     def note_pass_ended(self, forward_pass: ForwardPass) -> bool:
         """End a backward, which reached the inputs; return whether it was the last outstanding one.
 
-        ``GroupGradients.pop_ready`` and ``release_backward`` follow.
+        A forward of earlier parameters counts, too, once backward has reached it.
         """
-        if forward_pass in self._begun:
-            self._begun.remove(forward_pass)
+        self._begun.discard(forward_pass)
         if LISTENERS:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
         outstanding = self.generation.outstanding
         counted = forward_pass.number in outstanding
         outstanding.discard(forward_pass.number)
-        return not outstanding and (counted or forward_pass.recompute)
+        return not (outstanding or self._begun) and (counted or forward_pass.recompute)
 
     def release_backward(self, number: int, *, keep: bool) -> None:
         """Return what forward ``number`` holds for its backward, and one recomputation, if any.
@@ -339,15 +339,12 @@ class FSDPParamGroup:
 
     def _close_begun_passes(self) -> None:
         """End the passes that backward reached but did not leave through a module's inputs."""
-        begun, self._begun = self._begun, []
-        outstanding, still_open = self.generation.outstanding, False
-        for each in begun:  # the first group of a pass in tied groups has closed it for all of them
-            if each.in_backward or each.number in outstanding:
-                still_open = True
-                each.close()
-                outstanding.discard(each.number)
-                self.leases.release(LeaseKind.GRAPH, each.number)
-        if still_open and LISTENERS:
+        begun, self._begun = self._begun, set()
+        for each in begun:
+            each.close()
+            self.generation.outstanding.discard(each.number)
+            self.leases.release(LeaseKind.GRAPH, each.number)
+        if begun and LISTENERS:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
 
     def reset(self) -> bool:

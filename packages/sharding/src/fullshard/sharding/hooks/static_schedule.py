@@ -201,6 +201,7 @@ class StaticSchedule(Schedule):
         """
         if not group.gradients.reduced:
             _launch_reductions(group)
+        group.gradients.grads_after_reduce = False  # a second turn would be this rank's own
         super().finish_backward(group, is_last=is_last)
 
     def _advance(self, end: int) -> None:

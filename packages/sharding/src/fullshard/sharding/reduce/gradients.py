@@ -56,7 +56,7 @@ class GroupGradients(ReductionSetups):
             last reduction; this is equal on all ranks, but the set of gradients may differ.
         unannounced: whether a gradient was the first that the group knew of the backward.
         reduced: whether the present backward reduced the group.
-        grads_after_reduce: whether it ended a forward of the group after that, whose gradients
+        grads_after_reduce: whether it reached a forward of the group after that, whose gradients
             are still to be reduced.
         bucket: the queue for reductions of groups that are gathered together; see ``Buckets``.
         early_reduction: what a backward reduces that is not the last of a step.
@@ -131,7 +131,7 @@ class GroupGradients(ReductionSetups):
         if not (reduce and self.reduces):
             self._stash()
             return ()
-        self.reduced = True
+        self.reduced, self.grads_after_reduce = True, False
         self.in_unsynced_backward = False
         gradients, trainable = self._pop_grads()
         if self._trained_before:
