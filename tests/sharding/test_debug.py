@@ -24,7 +24,7 @@ from fullshard.sharding import (
     fully_shard,
     set_debug_mode,
 )
-from fullshard.sharding.gather.copy_watch import _checksum
+from fullshard.sharding.api.gather_checks import _checksum
 from support.modules import Assembled
 from support.products import few
 from support.ranks import cpu_mesh, distributed

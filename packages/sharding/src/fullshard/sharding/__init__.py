@@ -8,7 +8,9 @@ from fullshard.comm import debug_collectives as debug_mode
 from fullshard.comm import set_debug_collectives as set_debug_mode
 from fullshard.sharding.access.state_dict import full_state_dict, load_full_state_dict
 from fullshard.sharding.access.unsharded import unsharded
+from fullshard.sharding.api.extending import extend_groups
 from fullshard.sharding.api.fully_shard import ReplicateModule, fully_shard, replicate
+from fullshard.sharding.api.gather_checks import GatherChecks
 from fullshard.sharding.api.handles import GradientReductionHandle, UnshardHandle
 from fullshard.sharding.api.managed import ShardPlacementFnResult, ShardPlacementResult
 from fullshard.sharding.api.module import (
@@ -35,6 +37,12 @@ from fullshard.sharding.base.policies import (
 from fullshard.sharding.base.states import LeaseKind, ShardedState, TrainingState
 from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.base.torch_objects import converted, torchs_class
+from fullshard.sharding.extension import (
+    EXTENSIONS,
+    ExtendedGroup,
+    ExtendedParameter,
+    GroupExtension,
+)
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.mesh.mesh_info import (
     DataParallelMeshDims,
@@ -64,9 +72,14 @@ from fullshard.sharding.protocols import (
 
 __version__ = "0.1.0"
 
+EXTENSIONS.append(GatherChecks)
+
 __all__ = [
+    "EXTENSIONS",
     "DDPMeshInfo",
     "DataParallelMeshDims",
+    "ExtendedGroup",
+    "ExtendedParameter",
     "FSDPMeshInfo",
     "FSDPModule",
     "FSDPParam",
@@ -78,6 +91,7 @@ __all__ = [
     "FullWidth",
     "GradientOffload",
     "GradientReductionHandle",
+    "GroupExtension",
     "GroupStatistics",
     "HSDPMeshInfo",
     "LastRank",
@@ -110,6 +124,7 @@ __all__ = [
     "compare_ranks",
     "converted",
     "debug_mode",
+    "extend_groups",
     "full_state_dict",
     "fully_shard",
     "grad_norm",

@@ -58,6 +58,7 @@ from fullshard.sharding.base.compat import (
 )
 from fullshard.sharding.base.stand_ins import Args, Inputs, Kwargs, StandIns
 from fullshard.sharding.base.tensors import is_plain, tensors_in
+from fullshard.sharding.extension import GroupExtension
 
 __all__ = ["Call", "CallInputs", "ForwardPass", "ParameterGeneration", "Root"]
 
@@ -310,6 +311,7 @@ class ParameterGeneration:
             Lists of these tensors and places are read again when it has changed.
         data_was_set: whether ``data`` of a sharded parameter was; see [Note: data].
         outstanding: the numbers of the forwards of this generation that await their backward.
+        extensions: of the group; see ``GroupExtension``.
     """
 
     def __init__(self) -> None:
@@ -318,11 +320,14 @@ class ParameterGeneration:
         self.replacements = 0
         self.data_was_set = False
         self.outstanding: set[int] = set()
+        self.extensions: Sequence[GroupExtension] = ()
 
     def advance(self) -> None:
         """Mark full parameters gathered so far as stale, and clear the outstanding forwards."""
         self.number += 1
         self.outstanding.clear()
+        for each in self.extensions:
+            each.on_step()
 
     def expire(self, number: int) -> None:
         """Stop tracking a forward whose graph died; that one awaited its backward stays a fact."""

@@ -14,13 +14,13 @@ from typing import cast
 import torch
 
 from fullshard.comm import AllGather, CommStreams, EventKind, GatherConfig, Layout
-from fullshard.comm.spi import DEBUGGED, LISTENERS, BufferSource, emit, rank_major
+from fullshard.comm.spi import LISTENERS, BufferSource, emit, rank_major
 from fullshard.sharding.base.compat import current_graph_task
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import TRANSITIONS, ShardedState, illegal_transition
+from fullshard.sharding.extension import GroupExtension
 from fullshard.sharding.gather.compute_shards import PostForwardInputs, TwoLevelInputs
-from fullshard.sharding.gather.copy_watch import CopyWatch
 from fullshard.sharding.gather.hooked import HookedInputs, HookedUnshard
 from fullshard.sharding.gather.in_place import (
     AliasedUnshard,
@@ -40,17 +40,10 @@ from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.params.param_sharding import has_hooks
 from fullshard.sharding.params.swap import Swap
 
-__all__ = ["Gathering", "ParametersChangedError"]
+__all__ = ["Gathering"]
 
 _SHARDED, _UNSHARDED = ShardedState.SHARDED, ShardedState.UNSHARDED
 _UNSHARDING = ShardedState.UNSHARDING
-
-
-class ParametersChangedError(RuntimeError, AssertionError):
-    """A user's change of full parameters that the next reshard would lose.
-
-    The class is also an ``AssertionError``, since torch's FSDP1 raises that.
-    """
 
 
 class Gathering:
@@ -71,6 +64,7 @@ class Gathering:
         keeps_full: full parameters outlive a reshard; see [Note: kept copies].
         keeps_copies: whether full parameters or compute shards outlive a reshard.
         within_step: the last backward was one that others of the same step follow.
+        extensions: of the group; see ``GroupExtension``.
     """
 
     def __init__(
@@ -110,7 +104,7 @@ class Gathering:
         self._strategy: UnshardStrategy | None = None
         self._chosen_for: AllGather | None = None  # None: it is chosen at the next gather
         self._post_forward: FSDPMeshInfo | None = None
-        self._watch = CopyWatch(self._generation)
+        self.extensions: Sequence[GroupExtension] = ()
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -270,28 +264,6 @@ class Gathering:
         self._prepared = self._strategy = self._finishes = None
         return True
 
-    def note_idle(self) -> None:
-        """Note the full parameters, which no module uses now; in debug mode."""
-        if self.state is _UNSHARDED:
-            self._watch.note_idle(self.params)
-
-    def require_unwritten(self) -> None:
-        """Raise if a user changed full parameters since ``note_idle()``, and free them.
-
-        Raises:
-            RuntimeError: if they changed.
-        """
-        changed = self._watch.written(self.params)
-        if changed and self._prepared is not None:
-            self._prepared.memory.put_back()
-            self.reshard()
-            raise ParametersChangedError(
-                f"{', '.join(changed)} changed while full: the shards do not have the change, "
-                "which would be lost. Forwards may leave parameters full: call reshard() of the "
-                "sharded module before you change them, or change them inside "
-                "`with fullshard.sharding.unsharded(module, writeback=True):`"
-            )
-
     # -- the state machine ------------------------------------------------------------------------
 
     @property
@@ -307,8 +279,7 @@ class Gathering:
     def launch_gather(self, *, async_op: bool = False) -> bool:
         """Launch the gather unless full parameters exist; return whether one was launched."""
         if self.state is _UNSHARDED or self.state is _UNSHARDING:
-            if self._watch.sums:
-                self._require_fresh()
+            self._note_reuse()
             if self.state is _UNSHARDED:
                 self.swap.sync_requires_grad()  # a user may have frozen what is registered now
                 self.swap.to_unsharded()  # functional_call puts back what was there before it
@@ -321,7 +292,7 @@ class Gathering:
         strategy = self._strategy
         if strategy is None or self._chosen_for is not self.config.comm:
             strategy = self._strategy = self._choose(self._prepared or self.prepare())
-        if LISTENERS or DEBUGGED or self._watch.sums:
+        if LISTENERS or self.extensions:
             self.announce(strategy)
         launch = strategy.launch_of(self.config)
         self.set_in_flight(launch(self.config, async_op=async_op), strategy)
@@ -329,24 +300,22 @@ class Gathering:
 
     def _use_full(self) -> None:
         """Put full parameters that outlived a reshard into the modules."""
-        if self._watch.sums:
-            self._require_fresh()
+        self._note_reuse()
         self._full_of = -1
         self._become(_UNSHARDING)
         self.swap.to_unsharded()
         self._become(_UNSHARDED)
 
-    def _require_fresh(self) -> None:
-        """Raise if full parameters or the shards changed since the gather; in debug mode."""
-        self.require_unwritten()
-        self._watch.reused(self.params)
+    def _note_reuse(self) -> None:
+        for each in self.extensions:
+            each.on_reuse()
 
     def announce(self, strategy: UnshardStrategy) -> None:
-        """Announce a gather by ``strategy`` to observers and to debug mode."""
+        """Announce a gather by ``strategy`` to observers and extensions."""
         if LISTENERS:
             emit(EventKind.UNSHARD, self.name, rank=self.rank)
-        if self._watch.sums or DEBUGGED:
-            self._watch.copied(self.params, kept=strategy.inputs.has_copies)
+        for each in self.extensions:
+            each.before_gather(from_copies=strategy.inputs.has_copies)
 
     def set_in_flight(self, in_flight: object, finishes: FinishesGather) -> None:
         """Take part in a gather that was launched, and that ``finishes`` ends."""
@@ -365,6 +334,8 @@ class Gathering:
             self._become(_UNSHARDED)
             if LISTENERS:
                 emit(EventKind.WAIT, self.name, rank=self.rank)
+            for each in self.extensions:
+                each.after_gather()
         elif holders.user_may_write and self.state is _UNSHARDED and self._prepared is not None:
             memory = self._prepared.memory
             memory.point_at(memory.home, holders)
@@ -385,6 +356,8 @@ class Gathering:
         strategy, state = self._strategy, self.state
         if state is _SHARDED or strategy is None:
             return
+        for each in self.extensions if state is _UNSHARDED else ():
+            each.before_reshard()
         keeps_full = self.keeps_full and not (self._user_wrote or self.stale)
         keeps_full = keeps_full and (torch.is_grad_enabled() or current_graph_task() != -1)
         if state is _UNSHARDED:

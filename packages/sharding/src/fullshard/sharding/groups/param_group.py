@@ -14,11 +14,12 @@ from typing import cast
 import torch
 
 from fullshard.comm import EventKind, GatherConfig
-from fullshard.comm.spi import DEBUGGED, LISTENERS, coalesced_cap_mb, emit
+from fullshard.comm.spi import LISTENERS, coalesced_cap_mb, emit
 from fullshard.sharding.base.compat import not_pickled, untraced
 from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneration, Root
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import LeaseKind, Leases, ShardedState, TrainingState
+from fullshard.sharding.extension import EXTENSIONS, GroupExtension
 from fullshard.sharding.gather.gathering import Gathering
 from fullshard.sharding.gather.strategy import Holders
 from fullshard.sharding.params.lookup import owner_of
@@ -50,6 +51,7 @@ class FSDPParamGroup:
         expired: numbers of forwards whose graphs were freed, until what they held is released.
         roots: the roots that have the group; see ``joined``.
         joined: whether more than one had it: a parameter is tied between their models.
+        extensions: features outside the core; see ``GroupExtension``.
     """
 
     def __init__(self, params: Sequence[FSDPParam], policies: Policies, shared: RootComm) -> None:
@@ -90,8 +92,16 @@ class FSDPParamGroup:
         self._live: set[weakref.ref[ForwardPass]] = set()  # a WeakSet's methods are in Python
         self._checked_in_this_forward = False
         self._begun: set[ForwardPass] = set()  # those that the present backward reached
+        self.extensions: tuple[GroupExtension, ...] = ()
+        for make in EXTENSIONS:
+            self.extend(make(self))
 
     # -- set-up -----------------------------------------------------------------------------------
+
+    def extend(self, extension: GroupExtension) -> None:
+        """Call ``extension`` from now on, after those that were added before."""
+        self.extensions = (*self.extensions, extension)
+        self.gathering.extensions = self.generation.extensions = self.extensions
 
     def rename(self, name: str) -> None:
         """Give it its name: the full name of its module."""
@@ -219,9 +229,9 @@ class FSDPParamGroup:
         self._note_idle()
 
     def _note_idle(self) -> None:
-        """In debug mode, note full parameters that no module uses, to find changes of them."""
-        if DEBUGGED and _WRITERS.isdisjoint(self.leases.out):
-            self.gathering.note_idle()
+        if self.extensions and _WRITERS.isdisjoint(self.leases.out):
+            for each in self.extensions:
+                each.on_idle()
 
     def show_sharded(self) -> None:
         """Let modules hold the sharded parameters, while the full ones wait for a backward."""
@@ -257,8 +267,6 @@ class FSDPParamGroup:
 
     def reshard(self) -> None:
         """Return what all hold but a forward or backward."""
-        if DEBUGGED and self.state is ShardedState.UNSHARDED:
-            self.gathering.require_unwritten()
         kept = (LeaseKind.GRAPH, LeaseKind.PREFETCH, LeaseKind.STEP, LeaseKind.KEPT)
         self.drop_leases(*_WRITERS, *kept)
 
@@ -356,6 +364,8 @@ class FSDPParamGroup:
         self.generation.outstanding.clear()
         self.leases = Leases()
         self.reshard_if_unheld()
+        for extension in self.extensions:
+            extension.on_reset()
         return self.gradients.abandon()
 
     def __repr__(self) -> str:

@@ -150,11 +150,9 @@ class RootContext:
             self._begin_forward()
             self._frame = calling_frame()
         self._depth += 1
-        if not state.groups:
-            return -1
         for group in state.groups:
             self.record.used_groups.setdefault(group)
-        return self.record.forward.append(state)
+        return self.record.forward.append(state) if state.groups else -1
 
     def _begin_forward(self) -> None:
         if self._backward_end is not None:
@@ -320,6 +318,8 @@ class RootContext:
         check = partial(offload_errors.raise_lost_gradients, params)
         try:
             self.shared.queue.commit(check if self._fallible else None)
+            for each in [each for group in self.groups for each in group.extensions]:
+                each.on_commit()
         finally:
             self.shared.streams.collect_all()
             if FRAMES:

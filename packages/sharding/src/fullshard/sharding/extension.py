@@ -1,0 +1,108 @@
+"""What happens around a parameter group: the contract for features outside the core.
+
+A feature that watches groups, or works on them, is a subclass of ``GroupExtension``. The engine
+calls each method at one place, and knows no subclass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+__all__ = ["EXTENSIONS", "ExtendedGroup", "ExtendedParameter", "GroupExtension", "MakeExtension"]
+
+
+class ExtendedParameter(Protocol):
+    """One parameter of a group, as extensions see it."""
+
+    @property
+    def name(self) -> str:
+        """Its full name."""
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's part, in the dtype in which it is stored."""
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """The ``DTensor`` that optimizers step, which has the sharded gradient."""
+
+    @property
+    def unsharded(self) -> nn.Parameter:
+        """What modules compute with; empty while the group is sharded."""
+
+
+class ExtendedGroup(Protocol):
+    """A parameter group, as extensions see it."""
+
+    @property
+    def name(self) -> str:
+        """The full name of its module."""
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that shard the group."""
+
+    @property
+    def params(self) -> Sequence[ExtendedParameter]:
+        """Its parameters, in an order that is equal on all ranks."""
+
+    @property
+    def generation(self) -> Any:
+        """The version of its parameters: ``number`` grows when their values change."""
+
+
+class GroupExtension:
+    """What happens around one parameter group; the methods do nothing, so override what you need.
+
+    Each group has an instance of its own. Methods run on the thread and on the stream of the
+    engine, on every rank, and an extension of all groups is called in the same order on all ranks.
+    A method that raises ends the forward, backward or call in which it runs: raise on all ranks or
+    on none. Several extensions are called in the order in which they were added.
+
+    Attributes:
+        group: the group.
+    """
+
+    def __init__(self, group: ExtendedGroup) -> None:
+        """Begin to be called for ``group``, which is sharded or not."""
+        self.group = group
+
+    def before_gather(self, *, from_copies: bool) -> None:
+        """Take notice that shards are about to be gathered.
+
+        Args:
+            from_copies: the gather starts from copies that an earlier one kept, as with
+                ``reshard_after_forward=<int>``.
+        """
+
+    def on_reuse(self) -> None:
+        """Take notice that full parameters of an earlier gather are about to be used again."""
+
+    def after_gather(self) -> None:
+        """Take notice that modules hold the full parameters of a gather."""
+
+    def on_idle(self) -> None:
+        """Take notice that full parameters stay in memory, and no module uses them now."""
+
+    def before_reshard(self) -> None:
+        """Take notice that full parameters are about to be freed, or kept out of sight."""
+
+    def on_commit(self) -> None:
+        """Take notice that the sharded gradients of all backwards so far are in place."""
+
+    def on_step(self) -> None:
+        """Take notice that an optimizer or a load changed the shards: full values are stale."""
+
+    def on_reset(self) -> None:
+        """Take notice that the group was brought back to its shards after an error."""
+
+
+MakeExtension: TypeAlias = Callable[[ExtendedGroup], GroupExtension]
+"""Makes the extension of a group, such as a subclass of ``GroupExtension``."""
+
+EXTENSIONS: list[MakeExtension] = []
+"""What each new group of this process gets; packages append to it when they are imported."""
