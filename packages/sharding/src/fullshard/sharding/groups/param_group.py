@@ -348,7 +348,8 @@ class FSDPParamGroup:
         unsharding = self.gathering.state is ShardedState.UNSHARDING
         if unsharding or not (gradients.in_backward or keep):
             leases.drop(LeaseKind.USER)  # else it was taken after this backward was done
-        self._close_begun_passes()
+        if self.close_begun_passes() and gradients.reduced:  # for another forward
+            gradients.grads_after_reduce = True
         if leases.out:
             leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE)
             if not keep_ahead:
@@ -365,18 +366,16 @@ class FSDPParamGroup:
         self.release_backward(0, keep=reached and keep)
         return ready
 
-    def _close_begun_passes(self) -> None:
-        """End the passes that backward reached but did not leave through a module's inputs."""
+    def close_begun_passes(self) -> bool:
+        """End the passes that backward reached and did not leave by inputs; return whether any."""
         begun, self._begun = self._begun, []
-        outstanding, still_open = self.generation.outstanding, False
-        for each in begun:  # the first group of a pass in tied groups has closed it for all of them
-            if each.in_backward or each.number in outstanding:
-                still_open = True
-                each.close()
-                outstanding.discard(each.number)
-                self.leases.release(LeaseKind.GRAPH, each.number)
-        if still_open and LISTENERS:
+        for each in begun:
+            each.close()
+            self.generation.outstanding.discard(each.number)
+            self.leases.release(LeaseKind.GRAPH, each.number)
+        if begun and LISTENERS:
             emit(EventKind.POST_BACKWARD, self.name, rank=self.rank)
+        return bool(begun)
 
     def reset(self) -> bool:
         """Return to a clean sharded state, and whether earlier gradients were dropped."""

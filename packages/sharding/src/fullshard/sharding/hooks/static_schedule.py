@@ -199,6 +199,7 @@ class StaticSchedule(Schedule):
 
         All ranks reduce what no rank has reduced yet: what ``finalize_backward`` is to reduce.
         """
+        group.close_begun_passes()  # their gradients had their turn
         if not group.gradients.reduced:
             _launch_reductions(group)
         super().finish_backward(group, is_last=is_last)
