@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -264,7 +264,7 @@ def test_a_tied_weight_is_reduced_with_all_its_gradients_after_parameters_change
 ) -> None:
     torch.manual_seed(0)
     whole = Tied()
-    net: Any = copy.deepcopy(whole)
+    net: Any = deepcopy(whole)
     for module in (net.get_submodule(owner), net):
         ours(module)
     for model in (net, whole):
