@@ -273,6 +273,53 @@ def test_a_retained_graph_that_runs_again_beside_a_new_one_does_as_under_torchs(
 
 
 @distributed(2)
+def test_a_forward_that_ends_with_backward_is_reduced_with_one_that_ends_at_its_input() -> None:
+    """After the reduction for the second forward, the first has gradients."""
+    net, whole = make_net(ours), make_net(None)
+    for model in (net, whole):
+        loss = model(batch(seed=2)).square().sum()
+        if isinstance(model, FSDPModule):
+            model.parameters_changed()
+        (loss + model(batch(seed=3).requires_grad_()).square().sum()).backward()
+    assert_gradients_of(net, whole)
+
+
+class Tied(nn.Module):
+    """The last layer, under reentrant checkpointing, has the weight of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.middle = nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Shape: ``[...]`` to ``[..., 8]``."""
+        hidden = self.middle(self.first(tokens))
+        output: torch.Tensor = checkpoint(self.last, hidden, use_reentrant=True)
+        return output
+
+
+@pytest.mark.parametrize("owner", ["first", "last"])
+@distributed(2)
+def test_a_tied_weight_is_reduced_with_all_its_gradients_after_parameters_changed(
+    owner: str,
+) -> None:
+    torch.manual_seed(0)
+    whole = Tied()
+    net: Any = deepcopy(whole)
+    for module in (net.get_submodule(owner), net):
+        ours(module)
+    for model in (net, whole):
+        loss = model(torch.arange(8)).square().sum()
+        if isinstance(model, FSDPModule):
+            model.parameters_changed()
+        loss.backward()
+    assert not group_of(net).leases.out
+    assert_gradients_of(net, whole)
+
+
+@distributed(2)
 def test_a_graph_of_an_earlier_step_on_one_rank_keeps_nothing_that_a_later_step_gathers() -> None:
     net = make_net(ours, reshard_after_forward=False)
     sharded = sharded_parameters(net)
