@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard, replicate
-from fullshard.sharding.hooks import context
+from fullshard.sharding.hooks import compat, context
 from fullshard.wrappers.fsdp1 import FullyShardedDataParallel, MixedPrecision
 from support.events.models import DIM
 from support.events.recorder import full_gradients
@@ -572,11 +572,10 @@ def test_a_recomputation_gets_what_forward_got(dtype: torch.dtype, reentrant: bo
 def test_inputs_are_their_own_again_though_the_engine_still_holds_a_backward(raises: bool) -> None:
     """As its thread for a device may for a moment, after backward returned to the caller."""
     held: list[Callable[[], None]] = []
-    queue = context.queue_end_of_backward
 
     def hold(end: Callable[[], None]) -> None:
         held.append(end)
-        queue(end)
+        compat.queue_end_of_backward(end)
 
     net: Any = fully_shard(nn.Linear(DIM, DIM), mp_policy=MixedPrecisionPolicy(BF16))
     x = _batch()

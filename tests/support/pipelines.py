@@ -93,6 +93,9 @@ class Pipeline:
             )
             for number, part in self.parts.items()
         ]
+        if torch.__version__ < "2.13":  # it opens connections to its own rank, too: not with gloo
+            for each in stages:
+                each._get_init_p2p_neighbors_ops = list
         self.schedule = kind(
             stages if len(stages) > 1 else stages[0],
             MICRO_BATCHES,
