@@ -91,8 +91,8 @@ def test_a_transport_gives_what_the_definition_of_the_collective_says(
         assert torch.equal(output.view(torch.uint8), wanted.view(torch.uint8)), dtype
 
 
-GATHER = ("open_shared_buffer", "narrow_gather")
-REDUCTION = ("parts_reducer", "narrow_reduce")
+GATHER = ("open_shared_buffer",)
+REDUCTION = ("parts_reducer",)
 BOTH = ("resolve", "aliases_input", "coalesced_up_to", "is_automatic")
 KINDS = [
     AllToAllTransport,
@@ -165,6 +165,5 @@ def test_a_transport_without_the_base_class_is_only_called() -> None:
         assert collective.offers.coalesced_up_to(group, cpu) == 0
         assert not collective.offers.aliases_input(group)
         assert not collective.is_automatic
-    assert adapted(own).narrow_gather(cpu) is None
     transport = ProcessGroupTransport()
     assert adapted(transport) is transport

@@ -26,7 +26,6 @@ from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.same_host.lost_ranks import raise_located, wait_for
 from fullshard.comm.transports.collective import EPOCH, Route
 from fullshard.comm.transports.config import GatherConfig
-from fullshard.comm.transports.first_ranks import for_first_ranks
 
 __all__ = [
     "AllGatherInFlight",
@@ -126,7 +125,6 @@ class OwnShards:
         self._coded = [(place, coded[place], shards[place]) for place in held if place in coded]
         self._places = [place for place in held if place not in coded]
         self._sources = [shards[place] for place in self._places]
-        self._narrow = None if layout.mask_numel else for_first_ranks(layout)
         self._route: Route | None = None  # of gathers by ``_routed``
         self._routed: GatherConfig | None = None
         self._flat = _end_to_end(shards, layout)
@@ -138,7 +136,7 @@ class OwnShards:
         """Copy the shards, cast or encoded, into this rank's slice on the current stream."""
         for place, spec, shard in self._coded:
             spec.encode(shard.unsqueeze(0), buffer.shards[place], self._rank)
-        if not self._sources:  # then there may be no slice of this rank
+        if not self._sources:
             return
         if self._flat:
             target = buffer.slice
@@ -164,12 +162,9 @@ class OwnShards:
             if route is None or self._routed is not config or route.epoch != EPOCH[0]:
                 route = config.collective.gather_route(group, config.device)
                 self._route, self._routed = route, config
-            narrow_launch, rank, work = None, self._rank, None
-            if route.narrow_launch is not None and self._narrow is not None:
-                narrow_launch, layout = route.narrow_launch, self._narrow
-                rank = min(rank, layout.world_size - 1)
+            work = None
             with streams.use(streams.copy_in):
-                buffer = config.source.take(config.collective, layout, rank, config.device)
+                buffer = config.source.take(config.collective, layout, self._rank, config.device)
                 self.pack(buffer)
                 packed = streams.record(streams.copy_in)
             output = buffer.tensor
@@ -178,15 +173,13 @@ class OwnShards:
             with streams.use(streams.gather):
                 streams.gather.wait_event(packed)
                 try:
-                    if narrow_launch is not None:
-                        work = narrow_launch(buffer, group)
-                    elif output.numel():  # equal on all ranks: none waits for an empty collective
+                    if output.numel():  # equal on all ranks: none waits for an empty collective
                         asynchronous = async_op or streams.asynchronous_work
                         work = route.launch(output, buffer.slice, group, asynchronous)
                 except RuntimeError as error:
                     raise_located(error, config.what, config.name, group)
                 event = streams.record(streams.gather)
-            return AllGatherInFlight(self.layout, config, buffer, work, event, self.tensors)
+            return AllGatherInFlight(layout, config, buffer, work, event, self.tensors)
 
 
 def _end_to_end(shards: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
@@ -215,9 +208,9 @@ def _rows_of(
     dtype = layout.buffer.dtype
     alike = all(spec.dtype is dtype and spec is spec.decoded for spec in layout.specs)
     alike &= all(each.dtype is dtype and each.is_contiguous() for each in pieces)
-    ranks = views.even_ranks(layout) if alike and pieces else 0
-    if not ranks:
+    if not (alike and pieces and views.divides_evenly(layout)):
         return None
+    ranks = layout.world_size
     targets = [piece.view(ranks, -1) for piece in pieces]
     sizes = [target.shape[1] for target in targets]
     padding = layout.buffer.slice_numel - sum(sizes)
@@ -263,7 +256,7 @@ class FullTensors:
         with named_range("all_gather_copy_out", config.name) if is_profiled() else NOTHING:
             buffer = in_flight.take()
             in_flight.wait()
-            if self._rows and buffer.layout is self._layout and buffer.stacked is not None:
+            if self._rows and buffer.stacked is not None:
                 sizes, targets = self._rows
                 compat.split_rows(buffer.stacked, sizes, 1, out=targets)
             else:

@@ -25,12 +25,10 @@ from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.observer import LISTENERS
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
-from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.same_host.lost_ranks import raise_located, wait_for
 from fullshard.comm.transports.collective import EPOCH, Route, require_work
 from fullshard.comm.transports.config import ReduceConfig
 from fullshard.comm.transports.contribution import Contribution, PartsReducer
-from fullshard.comm.transports.first_ranks import for_first_ranks
 
 __all__ = ["ReduceInFlight", "ReducePlan", "ReducedShards", "foreach_reduce", "take_input"]
 
@@ -145,7 +143,7 @@ class ReducePlan:
 
     Attributes:
         layout: positions in the result.
-        sent: positions in the input, unless only the first ranks hold data.
+        sent: positions in the input.
         config: collective, ranks, streams, scaling.
         on_device: whether inputs are in memory of a device that queues its work.
         mask: where the used-parameter mask is in a slice; the tensors are before it.
@@ -162,7 +160,6 @@ class ReducePlan:
         self.on_device = traits_of(config.device).queued
         self._rank = checks.check_world(layout, config.process_group, config.name)
         checks.check_reducible(layout, config.name)
-        self._narrow = for_first_ranks(layout)
         self._route: Route | None = None
         self._plan = views.shard_plan(layout, self._rank)
         behind = layout.mask_offset // layout.buffer.dtype.itemsize
@@ -189,11 +186,7 @@ class ReducePlan:
                 in_parts = self._launch_parts(gradients, route.parts)
                 if in_parts is not None:
                     return in_parts
-            narrow_launch, rank = None, self._rank
-            if route.narrow_launch is not None and self._narrow is not None:
-                narrow_launch, layout = route.narrow_launch, self._narrow
-                rank = min(rank, layout.world_size - 1)
-            packed = take_input(config, layout, rank)
+            packed = take_input(config, layout, self._rank)
             self._pack(packed, gradients, config.scaling)
             gradients.clear()
             if LISTENERS:
@@ -204,9 +197,7 @@ class ReducePlan:
                 streams.reduce.wait_event(flight.event)
                 output = flight.allocate()
                 try:
-                    if narrow_launch is not None:
-                        work = self._from_first(packed, output, narrow_launch(packed, group, op))
-                    elif given.numel():  # equal on all ranks: none waits for an empty collective
+                    if given.numel():  # equal on all ranks: none waits for an empty collective
                         async_op = streams.asynchronous_work
                         work = route.launch(output, given, group, op, async_op)
                 except RuntimeError as error:
@@ -222,19 +213,6 @@ class ReducePlan:
         config = self.config
         group, device, op = config.process_group, config.device, config.scaling.op
         return config.collective.reduce_route(group, device, op)
-
-    def _from_first(
-        self, packed: Buffer, output: torch.Tensor, work: dist.Work | None
-    ) -> dist.Work:
-        """The handle of a collective to the first ranks, of which this one takes its part."""
-
-        def finish() -> None:
-            if self._rank < packed.layout.world_size:
-                output.copy_(packed.slice)
-            else:  # every rank asks for the mask
-                output[self.mask].copy_(packed.mask[0])
-
-        return SeveralWorks(() if work is None else (work,), finish)
 
     def _launch_parts(
         self, gradients: Sequence[torch.Tensor | None], reducer: PartsReducer

@@ -12,8 +12,6 @@ Private names used (on torch 2.11, 2.13 and 2.15, unless versions are given):
 - ``ProcessGroup.all_gather_single`` and ``reduce_scatter_single`` (2.13, 2.15), ``_allgather_base``
   and ``_reduce_scatter_base`` (2.11), with ``AllgatherOptions``: what the functions of
   ``torch.distributed`` call, after checks that cost more host time than the launch.
-- ``ProcessGroup.broadcast`` with ``torch.distributed.BroadcastOptions`` (undocumented): for the
-  same reason.
 - ``torch.distributed.ReduceScatterOptions`` (undocumented): what these are given.
 - ``torch._C._autograd._profiler_enabled``: whether a profiler records, by a call of a builtin.
 - ``torch._C._AutoDispatchBelowADInplaceOrView``: views that share memory, without a relation in
@@ -37,7 +35,6 @@ import torch.distributed as dist
 __all__ = [
     "backend_empty",
     "backend_names",
-    "broadcast_list",
     "default_store",
     "foreach_copy",
     "foreach_lerp",
@@ -140,27 +137,6 @@ def reduce_scatter_into(
         work.wait()
         return None
     return work
-
-
-@functools.cache
-def _broadcast_options(root: int) -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank = root
-    options.rootTensor = 0
-    options.asyncOp = True
-    return options
-
-
-def broadcast_list(
-    tensors: Sequence[torch.Tensor], process_group: dist.ProcessGroup
-) -> tuple[dist.Work, ...]:
-    """In flight: rank ``r``'s ``tensors[r]`` in everyone's ``tensors[r]``, one launch for each."""
-    launch = cast("Any", process_group).broadcast
-    if tensors[0].dtype not in _KNOWN:  # they have one dtype
-        tensors = [tensor.view(torch.uint8) for tensor in tensors]
-    return tuple(
-        [launch([tensor], _broadcast_options(root)) for root, tensor in enumerate(tensors)]
-    )
 
 
 def backend_names(

@@ -24,13 +24,13 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.buffers.buffers import BlockPool, Buffer
+from fullshard.comm.buffers.buffers import BlockPool
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.works import SeveralWorks, awaited
 from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
-from fullshard.comm.transports.transport import NarrowLaunch, ProcessGroupTransport
+from fullshard.comm.transports.transport import ProcessGroupTransport
 
 __all__ = ["AllToAllTransport", "all_to_all", "exchange", "is_served"]
 
@@ -69,27 +69,15 @@ def exchange(
 
 
 def all_to_all(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    process_group: dist.ProcessGroup,
-    async_op: bool,
-    parts: Sequence[int] | None = None,
+    output: torch.Tensor, input: torch.Tensor, process_group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
-    """Part ``r`` of every rank's ``input`` in rank ``r``'s ``output``, in order.
-
-    ``parts``: elements of each rank's part; None: equal ones.
-    """
-    rank, size = process_group.rank(), process_group.size()
+    """Part ``r`` of each rank's ``input`` in rank ``r``'s ``output``; all parts are equal."""
     if is_served(input.device, process_group):
-        numels = [input.numel() // size] * size if parts is None else list(parts)
-        sent = input.split_with_sizes(numels)
-        return exchange(sent, output.chunk(size), process_group, async_op)
-    sizes = None if parts is None else [numel * input.itemsize for numel in parts]
+        size = process_group.size()
+        return exchange(input.chunk(size), output.chunk(size), process_group, async_op)
     work = dist.all_to_all_single(
         output.view(torch.uint8),  # as bytes: backends know fewer dtypes
         input.view(torch.uint8),
-        sizes and [sizes[rank]] * size,
-        sizes,
         group=process_group,
         async_op=async_op,
     )
@@ -103,9 +91,9 @@ class _Parts:
     keeps it.
     """
 
-    def __init__(self, numel: int, input: torch.Tensor, process_group: dist.ProcessGroup) -> None:
-        """Allocate ``numel`` elements of the dtype of ``input``."""
-        kept, nbytes = not traits_of(input.device).queued, numel * input.itemsize
+    def __init__(self, input: torch.Tensor, process_group: dist.ProcessGroup) -> None:
+        """Allocate as much as ``input``."""
+        kept, nbytes = not traits_of(input.device).queued, input.nbytes
         self.pool = _pools.setdefault(process_group, BlockPool()) if kept else BlockPool()
         new = functools.partial(torch.empty, dtype=torch.uint8, device=input.device)
         self.block = self.pool.take_block(nbytes, new)
@@ -113,17 +101,16 @@ class _Parts:
 
 
 def _reducing(
-    work: dist.Work | None, memory: Sequence[_Parts], output: torch.Tensor, op: ReduceOp
+    work: dist.Work | None, arrived: _Parts, output: torch.Tensor, op: ReduceOp
 ) -> SeveralWorks:
-    """The handle of an all-to-all; its first ``wait()`` also adds what came to ``memory[0]``."""
+    """The handle of an all-to-all; its first ``wait()`` also adds the parts that arrived."""
 
     def add() -> None:
         if output.numel():
-            parts = memory[0].data.view(-1, output.numel()).unbind()
+            parts = arrived.data.view(-1, output.numel()).unbind()
             with torch.inference_mode(output.is_inference()):  # what it was made in
                 reduce_in_rank_order(parts, output.view(-1), op)
-        for each in memory:
-            each.pool.put_back(each.block)
+        arrived.pool.put_back(arrived.block)
 
     return SeveralWorks(() if work is None else (work,), add)
 
@@ -166,28 +153,6 @@ class AllToAllTransport(ProcessGroupTransport):
                 f"got an input of {input.numel()} elements and an output of {output.numel()} for "
                 f"{process_group.size()} ranks; the input must be the output times the ranks"
             )
-        arrived = _Parts(input.numel(), input, process_group)
+        arrived = _Parts(input, process_group)
         work = all_to_all(arrived.data, input, process_group, async_op)
-        return awaited(_reducing(work, [arrived], output, op), async_op)
-
-    narrow_gather = ProcessGroupTransport.narrow_gather  # see [Note: capabilities]
-
-    def narrow_reduce(
-        self, process_group: dist.ProcessGroup, device: torch.device
-    ) -> NarrowLaunch | None:
-        """Return one all-to-all, in which ranks without a slice receive the mask."""
-        return None if traits_of(device).streams else self._reduce_slices
-
-    def _reduce_slices(
-        self, packed: Buffer, process_group: dist.ProcessGroup, op: ReduceOp
-    ) -> dist.Work:
-        """Launch the reduction: in this rank's slice, or in the mask, that of every rank."""
-        slices, rank, size = packed.all_slices, process_group.rank(), process_group.size()
-        check_reduction(op, packed.tensor.dtype)
-        parts = [*slices, *[packed.mask[0]] * (size - len(slices))]
-        numels = [part.numel() for part in parts]
-        sent = _Parts(sum(numels), packed.tensor, process_group)
-        torch.cat(parts, out=sent.data)
-        arrived = _Parts(size * numels[rank], packed.tensor, process_group)
-        work = all_to_all(arrived.data, sent.data, process_group, True, numels)
-        return _reducing(work, [arrived, sent], parts[rank], op)
+        return awaited(_reducing(work, arrived, output, op), async_op)

@@ -30,7 +30,6 @@ from fullshard.comm.transports.contribution import PartsReducer
 from fullshard.comm.transports.rank_order import is_reduction
 from fullshard.comm.transports.transport import (
     MovesBuffers,
-    NarrowLaunch,
     ProcessGroupTransport,
     Transport,
     WithoutCapabilities,
@@ -179,14 +178,11 @@ class Route:
     Attributes:
         launch: takes a collective's tensors, process group (operation) and ``async_op``, in this
             order, and returns a work handle or None. A user's code is ``checked``.
-        narrow_launch: replaces ``launch`` where only the first ranks hold data; see
-            ``Transport.narrow_gather`` and ``narrow_reduce``.
         parts: reduces gradients that are not packed, if possible.
         epoch: the value of ``EPOCH`` at the resolution. A route of an earlier epoch is stale.
     """
 
     launch: Callable[..., dist.Work | None]
-    narrow_launch: NarrowLaunch | None = None
     parts: PartsReducer | None = None
     epoch: int = field(default_factory=lambda: EPOCH[0])
 
@@ -239,8 +235,7 @@ class Collective(BufferMemory):
         if self._moves is None or not self._moves.in_place:
             return self._called_by("output_tensor", "input_tensor", "group", "async_op")
         transport = self._moves.resolve(process_group, device)
-        narrow = transport.narrow_gather(device) if self.reusable else None
-        return Route(self._checked(transport.all_gather), narrow and self._checked(narrow))
+        return Route(self._checked(transport.all_gather))
 
     def reduce_route(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp
@@ -251,9 +246,7 @@ class Collective(BufferMemory):
             route = self._called_by("output_tensor", "input_tensor", "group", "op", "async_op")
             return replace(route, parts=parts)
         transport = self._moves.resolve(process_group, device)
-        narrow = transport.narrow_reduce(process_group, device) if self.reusable else None
-        checked_narrow = narrow and self._checked(narrow)
-        return Route(self._checked(transport.reduce_scatter), checked_narrow, parts)
+        return Route(self._checked(transport.reduce_scatter), parts)
 
     def _called_by(self, *names: str) -> Route:
         """Return a call of the collective itself, with arguments of these names."""

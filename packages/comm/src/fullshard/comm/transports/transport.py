@@ -16,24 +16,18 @@ import torch.distributed as dist
 
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.required import require
 from fullshard.comm.transports.contribution import PartsReducer
-from fullshard.comm.transports.first_ranks import all_reduce_slices, broadcast_slices
 
 __all__ = [
     "GatherBuffer",
     "MovesBuffers",
-    "NarrowLaunch",
     "ProcessGroupTransport",
     "SelfTransport",
     "Transport",
     "WithoutCapabilities",
     "adapted",
 ]
-
-NarrowLaunch = Callable[..., dist.Work | None]
-"""Launches a collective of which only the first ranks hold data; see ``first_ranks``."""
 
 
 class MovesBuffers(Protocol):
@@ -145,24 +139,6 @@ class Transport(MovesBuffers, ABC):
         """Return an object that reduces gradients without packing, or None."""
         return None
 
-    def narrow_gather(self, device: torch.device) -> NarrowLaunch | None:
-        """Return a function that gathers the slices of the first ranks, or None.
-
-        The function takes the buffer of these slices and the process group. See ``first_ranks``.
-        """
-        return None
-
-    def narrow_reduce(
-        self, process_group: dist.ProcessGroup, device: torch.device
-    ) -> NarrowLaunch | None:
-        """Return a function that reduces to the first ranks, or None.
-
-        The function takes the packed buffer of their slices, the process group and the operation.
-        In flight: in a rank's own slice, everyone's reduced; on ranks without one, in the mask of
-        the first slice, everyone's. Other elements are undefined.
-        """
-        return None
-
     def all_reduce(
         self,
         tensor: torch.Tensor,
@@ -183,8 +159,8 @@ def _depth(cls: type, name: str) -> int:
 
 _SHARED_BY_BOTH = ("resolve", "aliases_input", "coalesced_up_to", "is_automatic")
 _REPLACED_BY = {
-    "all_gather": (*_SHARED_BY_BOTH, "open_shared_buffer", "narrow_gather"),
-    "reduce_scatter": (*_SHARED_BY_BOTH, "parts_reducer", "narrow_reduce"),
+    "all_gather": (*_SHARED_BY_BOTH, "open_shared_buffer"),
+    "reduce_scatter": (*_SHARED_BY_BOTH, "parts_reducer"),
 }
 
 
@@ -196,17 +172,6 @@ class ProcessGroupTransport(Transport):
     reduce_scatter = staticmethod(compat.reduce_scatter_into)
     all_reduce: ClassVar[Callable[..., dist.Work | None]] = staticmethod(dist.all_reduce)
     """Reduce a tensor in place over the ranks of a process group, as ``dist.all_reduce`` does."""
-
-    def narrow_gather(self, device: torch.device) -> NarrowLaunch | None:
-        """Return one broadcast for each slice, on devices without streams."""
-        return None if traits_of(device).streams else broadcast_slices
-
-    def narrow_reduce(
-        self, process_group: dist.ProcessGroup, device: torch.device
-    ) -> NarrowLaunch | None:
-        """Return an all-reduce of the slices; None over gloo, whose all-reduce is a ring."""
-        gloo = compat.backend_names(process_group, device) == ("gloo",)
-        return None if gloo or traits_of(device).streams else all_reduce_slices
 
 
 @dataclass(frozen=True, slots=True)
