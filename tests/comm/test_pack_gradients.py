@@ -10,17 +10,17 @@ import torch
 from fullshard.comm import Layout, ReduceScaling, TensorSpec, reduction_scaling
 from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.buffers.packing import pack_gradients
-from fullshard.comm.layouts.views import even_ranks, gap_views, mask_view, piece_views
+from fullshard.comm.layouts.views import divides_evenly, gap_views, mask_view, piece_views
 
-# The rows of each tensor and the ranks; how many ranks have all of all, and equally many rows.
+# The rows of each tensor and the ranks; whether all ranks have equally many rows.
 WORLDS = [
-    ((3, 3), 8, 3),  # one row each, most ranks have none
-    ((6, 6), 4, 3),  # two rows each, the last rank has none
-    ((8, 8), 4, 4),
-    ((8, 4), 4, 4),
-    ((8, 4), 8, 0),  # on eight ranks and on four
-    ((7, 7), 4, 0),  # the last rank has one of two rows
-    ((1, 1), 1, 1),
+    ((3, 3), 8, False),  # one row each, most ranks have none
+    ((6, 6), 4, False),  # two rows each, the last rank has none
+    ((8, 8), 4, True),
+    ((8, 4), 4, True),
+    ((8, 4), 8, False),  # on eight ranks and on four
+    ((7, 7), 4, False),  # the last rank has one of two rows
+    ((1, 1), 1, True),
 ]
 
 
@@ -51,12 +51,12 @@ def assert_packed(
     assert all(gap.eq(0).all() for gap in gap_views(buffer, layout, range(layout.world_size)))
 
 
-@pytest.mark.parametrize(("rows", "world_size", "ranks"), WORLDS)
+@pytest.mark.parametrize(("rows", "world_size", "even"), WORLDS)
 def test_a_buffer_that_serves_again_holds_what_each_reduction_packs(
-    rows: tuple[int, ...], world_size: int, ranks: int
+    rows: tuple[int, ...], world_size: int, even: bool
 ) -> None:
     layout = layout_of(rows, world_size)
-    assert even_ranks(layout) == ranks
+    assert divides_evenly(layout) == even
     scaling = reduction_scaling(world_size, torch.float32, averages=False)
     packed = dirty_buffer(layout)
     kinds = ["plain", "strided", "missing", "bf16", "fp16", "plain", "bf16"]
@@ -73,8 +73,8 @@ def test_a_buffer_that_serves_again_holds_what_each_reduction_packs(
 
 def test_tensors_that_lie_otherwise_are_not_taken_for_rows_side_by_side() -> None:
     columns = TensorSpec(shape=(4, 6), dtype=torch.float32, dim=1)
-    assert even_ranks(Layout([columns], 2)) == 0
+    assert not divides_evenly(Layout([columns], 2))
     number = TensorSpec(shape=(), dtype=torch.float32)
-    assert even_ranks(Layout([number], 2)) == 0
+    assert not divides_evenly(Layout([number], 2))
     mixed = [TensorSpec(shape=(4,), dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
-    assert even_ranks(Layout([mixed[1], mixed[0]], 4)) == 0
+    assert not divides_evenly(Layout([mixed[1], mixed[0]], 4))

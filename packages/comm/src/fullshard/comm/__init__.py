@@ -25,7 +25,7 @@ from fullshard.comm.collectives.replicas import all_reduce_shards
 from fullshard.comm.debug.debug import check_collective, debug_collectives, set_debug_collectives
 from fullshard.comm.debug.desync import CollectiveMismatchError
 from fullshard.comm.debug.timeline import file_access, waiting
-from fullshard.comm.layouts.layout import BufferSpec, Layout, RankMajorLayout, TensorSpec
+from fullshard.comm.layouts.layout import BufferSpec, Layout, TensorSpec
 from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling, reduction_scaling
 from fullshard.comm.runtime.observer import (
     CommStatistics,
@@ -91,7 +91,6 @@ __all__ = [
     "PeerLostError",
     "ProcessGroupAllocator",
     "ProcessGroupTransport",
-    "RankMajorLayout",
     "ReduceConfig",
     "ReduceInFlight",
     "ReduceOp",

@@ -79,12 +79,9 @@ class Buffer:
 
     @cached_property
     def stacked(self) -> torch.Tensor | None:
-        """The slices of its ``even_ranks``, ``[ranks, slice_numel]``, if any."""
-        ranks = min(views.even_ranks(self.layout), self.ranks.stop) - self.ranks.start
-        if ranks <= 0:
-            return None
-        slices = self.tensor.view(len(self.ranks), -1)
-        return slices if ranks == len(self.ranks) else slices.narrow(0, 0, ranks)
+        """The slices, ``[ranks, slice_numel]``, if the layout divides evenly; else None."""
+        even = views.divides_evenly(self.layout)
+        return self.tensor.view(len(self.ranks), -1) if even else None
 
     @cached_property
     def mask(self) -> torch.Tensor:

@@ -45,17 +45,14 @@ def pack_gradients(
     if rows is None or left_out or not (alike and all(map(torch.Tensor.is_contiguous, present))):
         _copy(packed, given, used, left_out)
     else:
-        first, count = packed.ranks.start, rows.shape[0]  # one row per rank
-        if len(packed.ranks) < layout.world_size:
-            held = views.pieces_within(layout, range(first, first + count))
+        count = rows.shape[0]  # one row per rank
+        if count < layout.world_size:
+            held = views.pieces_within(layout, packed.ranks)
             both = zip(present, held, strict=True)
             present = [each.narrow(0, at.start, count * at.shard_shape[0]) for each, (at,) in both]
         behind_numel = rows.shape[1] - layout.mask_offset // dtype.itemsize
         behind = _behind(count, behind_numel, layout.mask_numel, used, dtype, rows.device)
         compat.side_by_side([*present, *behind], 0, count, out=rows)
-        if count < len(packed.ranks):
-            compat.foreach_zero(packed.gaps)
-            packed.mask.fill_(used)
     if scaling.scales_before:
         copied = zip(gradients, packed.pieces, strict=True)
         same = [piece for each, piece in copied if each is not None and each.dtype is dtype]

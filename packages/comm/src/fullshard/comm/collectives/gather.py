@@ -208,9 +208,9 @@ def _rows_of(
     dtype = layout.buffer.dtype
     alike = all(spec.dtype is dtype and spec is spec.decoded for spec in layout.specs)
     alike &= all(each.dtype is dtype and each.is_contiguous() for each in pieces)
-    ranks = views.even_ranks(layout) if alike and pieces else 0
-    if not ranks:
+    if not (alike and pieces and views.divides_evenly(layout)):
         return None
+    ranks = layout.world_size
     targets = [piece.view(ranks, -1) for piece in pieces]
     sizes = [target.shape[1] for target in targets]
     padding = layout.buffer.slice_numel - sum(sizes)

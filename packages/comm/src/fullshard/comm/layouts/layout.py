@@ -19,7 +19,6 @@ __all__ = [
     "Extent",
     "Layout",
     "Piece",
-    "RankMajorLayout",
     "TensorSpec",
     "pieces_of",
     "rank_major",
@@ -294,10 +293,6 @@ class Layout:
 
     def _key(self) -> tuple[tuple[TensorSpec, ...], int, int]:
         return (self.specs, self.world_size, self.mask_numel)
-
-
-RankMajorLayout = Layout
-"""The name of ``Layout`` when it was one of several."""
 
 
 @functools.lru_cache(maxsize=1024)

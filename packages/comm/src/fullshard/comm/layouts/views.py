@@ -18,7 +18,7 @@ import torch
 from fullshard.comm.layouts.layout import Layout, Piece, TensorSpec
 
 __all__ = [
-    "even_ranks",
+    "divides_evenly",
     "full_views",
     "gap_views",
     "mask_view",
@@ -132,24 +132,18 @@ def _gap_plan(layout: Layout, within: range) -> tuple[_Strided, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def even_ranks(layout: Layout) -> int:
-    """How many ranks, the first ones, have everything, and equally many rows of each tensor.
+def divides_evenly(layout: Layout) -> bool:
+    """Return whether every tensor is cut on dim 0, into equal shards, stored in this order.
 
-    Then the slices of these ranks are the tensors, seen as ``[ranks, -1]``, side by side. The
-    result is the number of all ranks if it divides every dim 0, and fewer if dim 0 is equally small
-    for all tensors. The result is 0 if tensors differ in dim 0, are cut on another dim, or are not
-    stored in this order.
+    Then the slices are the tensors, seen as ``[world_size, -1]``, side by side.
     """
-    found, end = set(), 0
+    end = 0
     for spec, extent in zip(layout.specs, layout.extents, strict=True):
-        if not spec.shape or spec.dim or extent.offset != end or not spec.numel:
-            return 0
-        chunk = spec.chunk_rows(layout.world_size)
-        if spec.rows % chunk:
-            return 0
-        found.add(spec.rows // chunk)
-        end += chunk * spec.row_numel * spec.dtype.itemsize
-    return 0 if end != layout.mask_offset or len(found) > 1 else found.pop()
+        even = spec.shape and spec.numel and not spec.dim and spec.rows % layout.world_size == 0
+        if not even or extent.offset != end:
+            return False
+        end += spec.numel // layout.world_size * spec.dtype.itemsize
+    return end == layout.mask_offset
 
 
 def shard_views(slice_buffer: torch.Tensor, layout: Layout, rank: int) -> list[torch.Tensor]:

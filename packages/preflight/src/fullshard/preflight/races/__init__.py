@@ -6,7 +6,6 @@ that is freed too early.
 """
 
 from fullshard.preflight.races.collectives import UnknownCollectiveError
-from fullshard.preflight.races.offload import SimulatedOffloadPolicy
 from fullshard.preflight.races.report import Access, Kind, Race, RaceError, RaceReport
 from fullshard.preflight.races.watch import check, keep_on_host, watch_races
 
@@ -16,7 +15,6 @@ __all__ = [
     "Race",
     "RaceError",
     "RaceReport",
-    "SimulatedOffloadPolicy",
     "UnknownCollectiveError",
     "check",
     "keep_on_host",
