@@ -218,7 +218,7 @@ def test_parameters_that_change_between_two_forwards_of_one_backward_do_as_under
 def test_a_backward_reaches_a_forward_of_earlier_parameters_after_a_later_one() -> None:
     """Only the end of backward ends the first forward, as its input requires no gradient."""
     torch.manual_seed(0)
-    whole = nn.Linear(8, 8)
+    whole: Any = nn.Linear(8, 8)
     net: Any = ours(deepcopy(whole))
     for model in (net, whole):
         earlier = model(torch.ones(8))
@@ -245,7 +245,7 @@ class RecomputesTied(nn.Module):
 @distributed(2)
 def test_a_recomputation_reduces_after_a_forward_of_earlier_parameters() -> None:
     torch.manual_seed(0)
-    whole = RecomputesTied()
+    whole: Any = RecomputesTied()
     net: Any = deepcopy(whole)
     for module in (net.inner, net):
         ours(module)

@@ -397,7 +397,7 @@ def test_what_a_module_returns_keeps_its_attributes(
         loss: torch.Tensor = y.float().sum()
         return loss
 
-    x = _batch(requires_grad=True)
+    x: Any = _batch(requires_grad=True)
     if within == "torch.func.grad":
         torch.func.grad(run)(x)
         return

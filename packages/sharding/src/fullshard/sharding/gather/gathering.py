@@ -279,8 +279,8 @@ class Gathering:
     def launch_gather(self, *, async_op: bool = False) -> bool:
         """Launch the gather unless full parameters exist; return whether one was launched."""
         if self.state is _UNSHARDED or self.state is _UNSHARDING:
-            self._note_reuse()
             if self.state is _UNSHARDED:
+                self._note_reuse()
                 self.swap.sync_requires_grad()  # a user may have frozen what is registered now
                 self.swap.to_unsharded()  # functional_call puts back what was there before it
             return False

@@ -1,0 +1,184 @@
+"""The contract for extensions: where each method is called, and what an extension sees there."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.sharding import (
+    EXTENSIONS,
+    ExtendedGroup,
+    FSDPParamGroup,
+    GroupExtension,
+    ShardedState,
+    extend_groups,
+    fully_shard,
+    unsharded,
+)
+from support.members import MEMBERS
+from support.ranks import distributed
+
+METHODS = [name for name in vars(GroupExtension) if not name.startswith("_")]
+CORE = ("fullshard-comm", "fullshard-sharding")
+
+
+class Log(GroupExtension):
+    """Writes down each call, with the state of the group."""
+
+    lines: list[str]
+
+    def __init__(self, group: ExtendedGroup) -> None:
+        super().__init__(group)
+        self.lines = []
+
+    def _note(self, name: str) -> None:
+        assert isinstance(self.group, FSDPParamGroup)
+        self.lines.append(f"{name} {self.group.state.name}")
+
+    def before_gather(self, *, from_copies: bool) -> None:
+        self._note("before_gather" + (" from copies" if from_copies else ""))
+
+
+def _noting(name: str) -> Any:
+    return lambda self: self._note(name)
+
+
+for _name in METHODS:
+    if _name not in vars(Log):
+        setattr(Log, _name, _noting(_name))
+
+
+def _net(**options: Any) -> tuple[Any, list[Any]]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer, **options)
+    return model, extend_groups(fully_shard(model), Log)
+
+
+def _calls_in(path: Path) -> list[str]:
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return [call.func.attr for call in calls if isinstance(call.func, ast.Attribute)]
+
+
+def test_the_core_calls_each_method_at_one_place() -> None:
+    sources = [each.folder / "src" for each in MEMBERS if each.name in CORE]
+    files = [path for source in sources for path in source.rglob("*.py")]
+    assert len(sources) == 2
+    found = Counter(name for path in files for name in _calls_in(path) if name in METHODS)
+    assert found == dict.fromkeys(METHODS, 1)
+
+
+STEP = [
+    "before_gather SHARDED",
+    "after_gather UNSHARDED",
+    "before_reshard UNSHARDED",
+    "before_gather SHARDED",
+    "after_gather UNSHARDED",
+    "before_reshard UNSHARDED",
+    "on_commit SHARDED",
+    "on_step SHARDED",
+]
+
+
+@distributed(2)
+def test_a_step_calls_the_methods_of_each_group_in_their_order() -> None:
+    model, logs = _net(reshard_after_forward=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    assert [log.lines for log in logs] == [STEP * 2] * 2
+    assert [log.group.name for log in logs] == ["0", "1"]
+
+
+@distributed(2)
+def test_full_parameters_that_stay_are_idle_until_they_are_used_again() -> None:
+    model, (log, _) = _net(reshard_after_forward=False)
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+        model(torch.ones(2, 4))
+    assert log.lines[2:] == ["on_idle UNSHARDED", "on_reuse UNSHARDED", "on_idle UNSHARDED"]
+
+
+@distributed(2)
+def test_gradients_are_in_place_when_they_are_committed() -> None:
+    seen: list[int] = []
+
+    class Sees(GroupExtension):
+        def on_commit(self) -> None:
+            seen.extend(param.sharded.grad is not None for param in self.group.params)
+
+    model, _ = _net()
+    extend_groups(model[0], Sees)
+    model(torch.ones(2, 4)).sum().backward()
+    assert seen == [True, True]
+
+
+@pytest.mark.parametrize("change", ["state dict", "block", "by hand"])
+@distributed(2)
+def test_what_changes_parameters_is_a_step(change: str) -> None:
+    model, (log, _) = _net()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    log.lines.clear()
+    if change == "state dict":
+        model.load_state_dict(model.state_dict())
+    elif change == "by hand":
+        model.parameters_changed()
+    else:
+        with unsharded(model, writeback=True), torch.no_grad():
+            model[0].weight.zero_()
+    assert [line for line in log.lines if line.startswith("on_step")]
+
+
+@distributed(2)
+def test_a_method_that_raises_ends_the_forward_and_a_reset_cleans_up() -> None:
+    class Raises(GroupExtension):
+        once = True
+
+        def after_gather(self) -> None:
+            if self.once:
+                self.once = False
+                raise ArithmeticError("of the extension")
+
+    model, (log, _) = _net()
+    extend_groups(model[1], Raises)
+    with pytest.raises(ArithmeticError, match="of the extension"):
+        model(torch.ones(2, 4))
+    model.reset_iter_state()
+    assert log.lines[-1] == "on_reset SHARDED"
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+
+
+@distributed(2)
+def test_what_makes_no_extension_is_refused_and_nothing_is_added() -> None:
+    model, _ = _net()
+    made: list[Any] = [Log, lambda group: 3]
+    with pytest.raises(TypeError, match="returned a int; return a "):
+        extend_groups(model, lambda group: made.pop(0)(group))
+    assert all(kind is not int for kind in _kinds(model))
+    assert _kinds(model).count(Log) == 2
+
+
+@distributed(2)
+def test_each_new_group_gets_the_extensions_of_the_process() -> None:
+    with mock.patch("fullshard.sharding.groups.param_group.EXTENSIONS", [*EXTENSIONS, Log]):
+        model, _ = _net()
+    assert _kinds(model).count(Log) == 4  # with those that were added by hand
+
+
+def _kinds(model: Any) -> list[type]:
+    groups = {log.group for log in extend_groups(model, GroupExtension)}
+    assert all(isinstance(group, FSDPParamGroup) for group in groups)
+    assert all(group.state is ShardedState.SHARDED for group in groups)  # type: ignore[attr-defined]
+    return [type(each) for group in groups for each in group.extensions]  # type: ignore[attr-defined]
