@@ -1,8 +1,8 @@
 """A ring of time stamps of this process: where its time went, without communication.
 
 Owns ``Timeline``, and the blocks in which a rank waits for others or uses files. ``observer``
-defines the events and marks that are stamped. This module leaves it to
-``fullshard.sharding`` to make phases of time stamps and to compare ranks.
+defines the events and marks that are stamped. This module makes no
+phases of time stamps, and compares no ranks.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def waiting(name: str = "ranks") -> AbstractContextManager[None]:
     """A context in which this rank waits for other ranks: not its own time.
 
     Put it around collectives of your own, such as the sum of a loss over ranks. The engine's are
-    known. It does nothing, unless ``fullshard.sharding.SlowRanks`` watches.
+    known. It does nothing, unless a timeline runs.
 
     Args:
         name: what is waited for.
@@ -164,7 +164,7 @@ def file_access(name: str = "files") -> AbstractContextManager[None]:
     """A context in which this rank reads or writes files; ``waiting`` may be used inside.
 
     ``fullshard.checkpoint`` has it around its saves and loads. It does nothing, unless
-    ``fullshard.sharding.SlowRanks`` watches.
+    a timeline runs.
 
     Args:
         name: what is read or written.
