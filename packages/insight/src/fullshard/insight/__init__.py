@@ -1,6 +1,6 @@
-"""What a sharded model amounts to, and which rank makes the others wait.
+"""Measurements of sharded models: statistics of groups, and the ranks that others wait for.
 
-Owns ``statistics`` and ``SlowRanks``. They read the counters and marks of ``fullshard.comm`` and
+Owns ``statistics`` and ``SlowRanks``. Both read the counters and marks of ``fullshard.comm`` and
 ``fullshard.sharding``, and change nothing in a step.
 """
 
