@@ -86,6 +86,23 @@ def prove_policies() -> str:
     return _train(lambda model: wrap(model, ClassWrap(nn.Linear), mp_policy=precision))
 
 
+def prove_insight() -> str:
+    """Counts the reductions of a step, and watches where its time goes."""
+    from fullshard.insight import SlowRanks, statistics
+    from fullshard.sharding import fully_shard
+
+    model = fully_shard(nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters())
+    with SlowRanks() as watch:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    found = statistics(model, slow_ranks=watch)
+    _require(found.total.reductions == 1, f"{found.total.reductions} reductions in a step of one")
+    steps = found.slow_ranks.steps if found.slow_ranks else ()
+    _require(steps == (1,), f"the steps that were watched are {steps}, not one")
+    return "counted one reduction and watched one step"
+
+
 def prove_checkpoint() -> str:
     """Saves an optimizer's state by names, and loads it into another optimizer."""
     from fullshard.checkpoint import full_optim_state_dict, shard_full_optim_state_dict
@@ -234,6 +251,7 @@ PROOFS: dict[str, Callable[[], str]] = {
     "fullshard-wire": prove_wire,
     "fullshard-sharding": prove_sharding,
     "fullshard-policies": prove_policies,
+    "fullshard-insight": prove_insight,
     "fullshard-checkpoint": prove_checkpoint,
     "fullshard-optim": prove_optim,
     "fullshard-preflight": prove_preflight,
@@ -319,6 +337,7 @@ _LIBRARIES = (
     "fullshard-wire",
     "fullshard-sharding",
     "fullshard-policies",
+    "fullshard-insight",
     "fullshard-checkpoint",
     "fullshard-optim",
     "fullshard-preflight",

@@ -25,6 +25,7 @@ PACKAGES = (
     "fullshard.wire",
     "fullshard.sharding",
     "fullshard.policies",
+    "fullshard.insight",
     "fullshard.checkpoint",
     "fullshard.optim",
     "fullshard.preflight",

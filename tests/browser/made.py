@@ -12,12 +12,12 @@ from torch import nn
 
 from fullshard.cli.running.pages import run_parts
 from fullshard.cli.running.runs import Rank, Run
+from fullshard.insight import OwnTimes
+from fullshard.insight import Phase as StepPhase
 from fullshard.preflight import Cause, Difference, Phase, Tolerance, Verdict, plan
 from fullshard.preflight.pages.contents import plan_parts, races_parts, verdict_parts
 from fullshard.preflight.pages.page import write_page
 from fullshard.preflight.races import Access, Kind, Race, RaceReport
-from fullshard.sharding import OwnTimes
-from fullshard.sharding import Phase as StepPhase
 from fullshard_bench.records.result import read_result
 from fullshard_bench.reporting.page import write_result_page
 from support.members import ROOT

@@ -43,7 +43,7 @@ READMES = [
 ]
 READMES += [
     ROOT / "packages" / name / "README.md"
-    for name in ("checkpoint", "optim", "preflight", "elastic", "wrappers")
+    for name in ("insight", "checkpoint", "optim", "preflight", "elastic", "wrappers")
 ]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *READMES])
 # Pages whose programs plan large models, simulate many steps or train for long.

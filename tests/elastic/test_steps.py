@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.elastic import ElasticOptions, Lighthouse, ReplicaGroupError, ReplicaGroups
 from fullshard.elastic.links import Links
+from fullshard.insight import SlowRanks
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import ShardingPlacements, SlowRanks, fully_shard
+from fullshard.sharding import ShardingPlacements, fully_shard
 from fullshard.sharding.spi import local_shard
 from fullshard.wire import WirePolicy
 from support.elastic.in_world import InWorld, replica_groups

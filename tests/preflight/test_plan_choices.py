@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from fullshard.insight import statistics
 from fullshard.policies import DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
 from fullshard.preflight import Choice, split_batch
 from fullshard.preflight.planning.choices import blocks_of
@@ -68,7 +69,7 @@ def test_a_choice_groups_neighbouring_units_and_computes_them_again() -> None:
     plain.load_state_dict(model.state_dict())
     Choice(group=2, recompute=True).shard(blocks_of, model, cpu_mesh((2,), ("shard",)))
     assert isinstance(model, FSDPModule)
-    assert len(model.statistics().groups) == 4  # of 2, 2 and 1 blocks, and the root
+    assert len(statistics(model).groups) == 4  # of 2, 2 and 1 blocks, and the root
     x = torch.randn(3, 4)
     model(x).sum().backward()
     plain(x).sum().backward()

@@ -90,7 +90,6 @@ def no_modules(method: str) -> list[Wrong]:
 FACTOR = "set_gradient_divide_factor"
 BUFFERS = "set_reduce_scatter_max_input_buffers"
 WRONG = [
-    Wrong("statistics", (), TypeError, ("slow_ranks", "True"), {"slow_ranks": True}),
     Wrong("unshard", (1,), TypeError, ("async_op", "int", "True or False")),
     *not_a_bool("set_requires_gradient_sync", "requires_gradient_sync"),
     *not_a_bool("set_is_last_backward", "is_last_backward", recurses=False),

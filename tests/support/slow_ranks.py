@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm import file_access
-from fullshard.sharding import Phase, SlowRanks, SlowRanksReport, fully_shard
+from fullshard.insight import Phase, SlowRanks, SlowRanksReport
+from fullshard.sharding import fully_shard
 from support.ranks import cpu_mesh
 
 __all__ = ["BLOCKS", "Case", "Clock", "Delay", "Net", "build", "run_case", "train"]

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.comm.spi import WATCHERS
-from fullshard.sharding import Phase, SlowRanks
+from fullshard.insight import Phase, SlowRanks
 from fullshard_train.ranks.distributed import World
 from fullshard_train.training.slow_ranks import RankWatch, watch_ranks
 from support.ranks import distributed

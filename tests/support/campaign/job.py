@@ -38,8 +38,9 @@ from fullshard.checkpoint.memory.contents import Contents
 from fullshard.checkpoint.saving import writing
 from fullshard.comm import set_shared_memory
 from fullshard.elastic import IntegrityChecks, IntegrityPolicy
+from fullshard.insight import SlowRanks
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import SlowRanks, clip_grad_norm_, fully_shard
+from fullshard.sharding import clip_grad_norm_, fully_shard
 from support.campaign.faults import SAVED_AT, STEPS, Fault
 from support.elastic.faults import (
     FAULT,

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fullshard.sharding import FSDPModule, SlowRanks, clip_grad_norm_
+from fullshard.insight import SlowRanks
+from fullshard.sharding import FSDPModule, clip_grad_norm_
 from support.fuzz.around import NOTHING, AroundCase, Norm, draw_around
 from support.fuzz.blocks import BlockCase, unsaved
 from support.fuzz.case import FuzzCase, StepCase, draw

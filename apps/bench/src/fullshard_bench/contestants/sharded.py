@@ -16,6 +16,7 @@ from fullshard.comm import (
     same_host_transport,
 )
 from fullshard.comm.spi import require
+from fullshard.insight import statistics
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
 from fullshard.preflight import recompute_units
 from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard
@@ -70,7 +71,7 @@ def build_fullshard(workload: Workload, settings: Settings, arena: Arena, **more
     if settings.comm:
         _plug_in(settings.comm, model)
     materialise(model, workload, settings, arena.device, real=not arena.silent)
-    total = model.statistics().total
+    counted = statistics(model)
     owned = list(model.parameters())
 
     def clip() -> torch.Tensor:
@@ -81,8 +82,8 @@ def build_fullshard(workload: Workload, settings: Settings, arena: Arena, **more
         workload=workload,
         optimizer=make_optimizer(owned),
         clip=clip if settings.clip else None,
-        groups=len(model.statistics().groups),
-        padding_percent=100 * total.padding_bytes / total.gathered_bytes,
+        groups=len(counted.groups),
+        padding_percent=100 * counted.total.padding_bytes / counted.total.gathered_bytes,
         construction_s=watch.seconds,
     )
 

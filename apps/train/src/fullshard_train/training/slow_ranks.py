@@ -2,7 +2,7 @@
 
 Owns when ranks compare their own times, the line that is printed when other ranks than before are
 slow, and the record of kind "ranks": for each phase `<phase>_slowest_rank`, and `<phase>_excess_ms`
-by which that rank takes longer than the median of the others. `fullshard.sharding.SlowRanks`
+by which that rank takes longer than the median of the others. `fullshard.insight.SlowRanks`
 measures and judges.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median_low
 
-from fullshard.sharding import Phase, SlowRanks, SlowRanksReport
+from fullshard.insight import Phase, SlowRanks, SlowRanksReport
 from fullshard_train.ranks.distributed import World
 from fullshard_train.reporting.metrics import MetricsSink
 

@@ -24,9 +24,9 @@ from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight, for
 from fullshard.comm.collectives.replicas import all_reduce_shards
 from fullshard.comm.debug.debug import check_collective, debug_collectives, set_debug_collectives
 from fullshard.comm.debug.desync import CollectiveMismatchError
-from fullshard.comm.debug.timeline import file_access, waiting
 from fullshard.comm.layouts.layout import BufferSpec, Layout, TensorSpec
 from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling, reduction_scaling
+from fullshard.comm.runtime.marked_blocks import file_access, waiting
 from fullshard.comm.runtime.observer import (
     CommStatistics,
     Event,

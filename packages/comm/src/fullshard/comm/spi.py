@@ -21,7 +21,6 @@ from fullshard.comm.debug.debug import (
     resume_collectives,
 )
 from fullshard.comm.debug.desync import DesyncDetector
-from fullshard.comm.debug.timeline import Taken, Timeline
 from fullshard.comm.layouts.coded import CodedSpec, as_arrived, by_holder
 from fullshard.comm.layouts.layout import pieces_of, rank_major
 from fullshard.comm.layouts.scaling import backend_averages, op_name
@@ -86,8 +85,6 @@ __all__ = [
     "SharedGatherInFlight",
     "SharedTensors",
     "StreamEvent",
-    "Taken",
-    "Timeline",
     "all_reduce_numbers",
     "all_to_all",
     "as_arrived",

@@ -18,15 +18,6 @@ from fullshard.sharding.api.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fullshard.sharding.api.own_times import OwnTimes, Phase
-from fullshard.sharding.api.slow_ranks import (
-    LastRank,
-    SlowRank,
-    SlowRanks,
-    SlowRanksReport,
-    compare_ranks,
-)
-from fullshard.sharding.api.statistics import GroupStatistics, ShardingStatistics
 from fullshard.sharding.base.comparison import RankMismatchError
 from fullshard.sharding.base.policies import (
     FieldPrecision,
@@ -92,17 +83,13 @@ __all__ = [
     "GradientOffload",
     "GradientReductionHandle",
     "GroupExtension",
-    "GroupStatistics",
     "HSDPMeshInfo",
-    "LastRank",
     "LeaseKind",
     "ModuleCasts",
     "NoOffload",
     "Offload",
     "OffloadToCPU",
-    "OwnTimes",
     "ParameterDTypes",
-    "Phase",
     "PrecisionPolicy",
     "PrefetchPolicy",
     "RankMismatchError",
@@ -113,15 +100,10 @@ __all__ = [
     "ShardPlacementResult",
     "ShardedState",
     "ShardingPlacements",
-    "ShardingStatistics",
-    "SlowRank",
-    "SlowRanks",
-    "SlowRanksReport",
     "TrainingState",
     "UnshardHandle",
     "WireForms",
     "clip_grad_norm_",
-    "compare_ranks",
     "converted",
     "debug_mode",
     "extend_groups",

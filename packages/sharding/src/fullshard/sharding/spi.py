@@ -18,12 +18,13 @@ from fullshard.sharding.base.compat import (
     storage_of,
     untraced,
 )
+from fullshard.sharding.base.exchange import objects_of_ranks
 from fullshard.sharding.base.policies import declares
 from fullshard.sharding.base.stand_ins import StandIns
 from fullshard.sharding.base.tensors import PLAIN, is_plain, tensors_in
 from fullshard.sharding.groups.param_group import group_of
 from fullshard.sharding.hooks.early_gradients import early_gradients
-from fullshard.sharding.hooks.lookup import groups_of, state_of, the_states
+from fullshard.sharding.hooks.lookup import groups_of, initialised_state, state_of, the_states
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.hooks.static_schedule import StaticSchedule
 from fullshard.sharding.mesh.mesh_info import device_of_mesh, device_type_of
@@ -55,12 +56,14 @@ __all__ = [
     "group_of",
     "groups_of",
     "in_block",
+    "initialised_state",
     "is_plain",
     "known_subgroup",
     "local_of",
     "local_shard",
     "make_dtensor",
     "make_spec",
+    "objects_of_ranks",
     "on_any_rank",
     "opened",
     "owner_of",

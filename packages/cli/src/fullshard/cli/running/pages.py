@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fullshard.cli.running.runs import Run
+from fullshard.insight import SlowRanksReport
 from fullshard.preflight.spi import Figure, Table
-from fullshard.sharding import SlowRanksReport
 
 __all__ = ["run_parts"]
 

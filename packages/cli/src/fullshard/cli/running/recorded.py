@@ -22,7 +22,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fullshard.comm import StatisticsObserver, observe
-from fullshard.sharding import SlowRanks
+from fullshard.insight import SlowRanks
 from fullshard.wrappers.spi import run_program
 
 __all__ = ["file_of", "main", "recording"]

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fullshard.sharding import OwnTimes, SlowRanksReport, compare_ranks
+from fullshard.insight import OwnTimes, SlowRanksReport, compare_ranks
 
 __all__ = ["Rank", "Run", "RunError", "read_run"]
 

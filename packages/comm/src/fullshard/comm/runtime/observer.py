@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -32,6 +32,7 @@ __all__ = [
     "Mark",
     "Observer",
     "StatisticsObserver",
+    "Timeline",
     "emit",
     "mark",
     "marked_wait",
@@ -77,7 +78,7 @@ class EventKind(StrEnum):
 
 
 class Mark(StrEnum):
-    """A moment that only timelines are told of; see ``timeline``."""
+    """A moment that only timelines are told of."""
 
     BACKWARD_ENDED = "backward_ended"
     """A root's backward has run, and its gradients are in place."""
@@ -127,12 +128,25 @@ class Observer(Protocol):
         """Take note of ``event``."""
 
 
+class Timeline(Protocol):
+    """A receiver of time stamps: of events and marks, as they happen.
+
+    Attributes:
+        thread: the thread that steps optimizers; marked blocks of other threads do not count.
+    """
+
+    thread: int
+
+    def note(self, kind: EventKind | Mark, name: str) -> None:
+        """Keep the time at which ``kind`` happened to ``name``. It must not raise."""
+
+
 LISTENERS: list[Observer] = []
 """Who listens now: to be looked at before ``emit`` is called, which then costs nothing."""
 WATCHERS: list[object] = []
 """Observers and timelines: to be looked at before ``emit`` of a kind that timelines keep."""
-TIMELINES: list[Callable[[EventKind | Mark, str], None]] = []
-"""Functions that are told of marks: to be looked at before ``mark`` is called."""
+TIMELINES: list[Timeline] = []
+"""Who is told of marks: to be looked at before ``mark`` is called."""
 _failures: dict[int, str] = {}  # what to warn of when its context ends, by identity
 _lock = threading.Lock()
 _logger = logging.getLogger("fullshard.comm")
@@ -142,8 +156,8 @@ def emit(
     kind: EventKind, name: str = "", *, rank: int = 0, nbytes: int = 0, stream: str = ""
 ) -> None:
     """Send an event to every observer; do nothing if there is no observer."""
-    for note in TIMELINES:
-        note(kind, name)
+    for timeline in TIMELINES:
+        timeline.note(kind, name)
     if not LISTENERS:
         return
     now = time.perf_counter_ns()
@@ -157,8 +171,8 @@ def emit(
 
 def mark(kind: Mark, name: str = "") -> None:
     """Tell timelines of a moment that is no event; on hot paths look at ``TIMELINES`` before."""
-    for note in TIMELINES:
-        note(kind, name)
+    for timeline in TIMELINES:
+        timeline.note(kind, name)
 
 
 @contextmanager

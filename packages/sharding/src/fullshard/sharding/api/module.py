@@ -13,8 +13,6 @@ from torch import nn
 
 from fullshard.sharding.api.comm_settings import CommSettings
 from fullshard.sharding.api.handles import UnshardHandle
-from fullshard.sharding.api.slow_ranks import SlowRanks
-from fullshard.sharding.api.statistics import ShardingStatistics, statistics_of
 from fullshard.sharding.api.step_settings import StepSettings, states_of
 from fullshard.sharding.base.checks import require_bool
 from fullshard.sharding.base.compat import untraced
@@ -137,31 +135,6 @@ class FSDPModule(CommSettings, StepSettings, _Original):
         require_bool("requires_all_reduce", requires_all_reduce)
         for group in groups_of(self, recurse):
             group.gradients.strategy.synchronise(requires_all_reduce)
-
-    # -- statistics -------------------------------------------------------------------------------
-
-    def statistics(self, *, slow_ranks: SlowRanks | None = None) -> ShardingStatistics:
-        """Return what this module and those below amount to; print it for a table.
-
-        Parameters, bytes sharded, gathered and padded; collectives and host time per step since the
-        model was built, or since ``reset_statistics()``.
-
-        Args:
-            slow_ranks: also report which ranks are slow, over the steps that it watched. The call
-                is a collective then: every rank of the job makes it.
-
-        Raises:
-            TypeError: if ``slow_ranks`` is no ``SlowRanks``.
-        """
-        if not isinstance(slow_ranks, SlowRanks | None):
-            raise TypeError(f"slow_ranks is {slow_ranks!r}; pass a SlowRanks, or None")
-        report = None if slow_ranks is None else slow_ranks.report()
-        steps = initialised_state(self).context.backwards_ended
-        return statistics_of(the_states(self, recurse=True), steps, report)
-
-    def reset_statistics(self) -> None:
-        """Reset the counts of this root and all modules below it: call it after the warm-up."""
-        initialised_state(self).context.reset_statistics()
 
     # -- errors -----------------------------------------------------------------------------------
 

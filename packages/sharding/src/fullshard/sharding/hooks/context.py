@@ -382,15 +382,6 @@ class RootContext:
                 stacklevel=3,
             )
 
-    def reset_statistics(self) -> None:
-        """Counts steps, collectives and host time from zero."""
-        self.backwards_ended = 0
-        for state in self.states:
-            state.host_ns = 0
-        for group in self.groups:
-            group.gathering.gathers = 0
-            group.gradients.reductions = 0
-
     # -- streams ----------------------------------------------------------------------------------
 
     def share_streams(self, streams: CommStreams) -> None:

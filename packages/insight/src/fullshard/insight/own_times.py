@@ -12,7 +12,8 @@ from enum import StrEnum
 from typing import Any
 
 from fullshard.comm import EventKind
-from fullshard.comm.spi import Mark, Taken
+from fullshard.comm.spi import Mark
+from fullshard.insight.timeline import Taken
 
 __all__ = ["OwnTimes", "OwnTimesReader", "Phase", "Step"]
 

@@ -17,13 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from fullshard.checkpoint import save_safetensors
 from fullshard.comm import waiting
 from fullshard.comm.same_host.shared_group import SharedWork
-from fullshard.sharding import (
-    OwnTimes,
-    Phase,
-    SlowRanks,
-    compare_ranks,
-    fully_shard,
-)
+from fullshard.insight import OwnTimes, Phase, SlowRanks, compare_ranks, statistics
+from fullshard.sharding import fully_shard
 from support.ranks import cpu_mesh, distributed
 from support.slow_ranks import BLOCKS, Case, Clock, Net, build, run_case, train, usual_step
 
@@ -291,11 +286,11 @@ def test_statistics_show_it() -> None:
     _, delays, net, watch = watching(rank=1, phase=Phase.INPUT, ms=8.0)
     with watch:
         train(net, delays, 3)
-    statistics = net.statistics(slow_ranks=watch)
-    assert statistics.slow_ranks is not None
-    assert [each.rank for each in statistics.slow_ranks.slow] == [1]
-    assert "rank 1 is slow in input: 8.0 ms a step more" in str(statistics)
-    assert net.statistics().slow_ranks is None
+    found = statistics(net, slow_ranks=watch)
+    assert found.slow_ranks is not None
+    assert [each.rank for each in found.slow_ranks.slow] == [1]
+    assert "rank 1 is slow in input: 8.0 ms a step more" in str(found)
+    assert statistics(net).slow_ranks is None
 
 
 @distributed(2)

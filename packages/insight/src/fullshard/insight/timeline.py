@@ -1,8 +1,7 @@
 """A ring of time stamps of this process: where its time went, without communication.
 
-Owns ``Timeline``, and the blocks in which a rank waits for others or uses files. ``observer``
-defines the events and marks that are stamped. This module leaves it to
-``fullshard.sharding`` to make phases of time stamps and to compare ranks.
+Owns ``Timeline``. ``fullshard.comm`` defines the events and marks that are stamped, and tells
+timelines of them. ``own_times`` makes phases of time stamps.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch.optim.optimizer import (
@@ -20,11 +18,10 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from fullshard.comm.runtime.observer import TIMELINES, WATCHERS, EventKind, Mark
+from fullshard.comm import EventKind
+from fullshard.comm.spi import TIMELINES, WATCHERS, Mark
 
-__all__ = ["Timeline", "file_access", "waiting"]
-
-_running: list[Timeline] = []
+__all__ = ["Taken", "Timeline"]
 
 
 class Timeline:
@@ -75,9 +72,8 @@ class Timeline:
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ended),
         ]
-        TIMELINES.append(self.note)
+        TIMELINES.append(self)
         WATCHERS.append(self)
-        _running.append(self)
 
     def stop(self) -> None:
         """Keep no more; those that were kept stay."""
@@ -86,9 +82,8 @@ class Timeline:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        TIMELINES.remove(self.note)
+        TIMELINES.remove(self)
         WATCHERS.remove(self)
-        _running.remove(self)
 
     def _step_begins(self, optimizer: Any, *given: Any) -> None:
         """Keep the beginning of an outermost step.
@@ -130,43 +125,3 @@ class Taken(NamedTuple):
     stamps: list[tuple[int, str, str]]
     whole: bool
     optimizer_steps: int
-
-
-@contextmanager
-def _marked(begin: Mark, end: Mark, name: str) -> Iterator[None]:
-    """Mark a block, unless another thread runs it than the one that steps optimizers.
-
-    Checkpoints may be written by a thread of their own.
-    """
-    told = [each for each in _running if each.thread == threading.get_ident()]
-    for timeline in told:
-        timeline.note(begin, name)
-    try:
-        yield
-    finally:
-        for timeline in told:
-            timeline.note(end, name)
-
-
-def waiting(name: str = "ranks") -> AbstractContextManager[None]:
-    """A context in which this rank waits for other ranks: not its own time.
-
-    Put it around collectives of your own, such as the sum of a loss over ranks. The engine's are
-    known. It does nothing, unless ``fullshard.sharding.SlowRanks`` watches.
-
-    Args:
-        name: what is waited for.
-    """
-    return _marked(Mark.WAIT, Mark.WAIT_ENDED, name)
-
-
-def file_access(name: str = "files") -> AbstractContextManager[None]:
-    """A context in which this rank reads or writes files; ``waiting`` may be used inside.
-
-    ``fullshard.checkpoint`` has it around its saves and loads. It does nothing, unless
-    ``fullshard.sharding.SlowRanks`` watches.
-
-    Args:
-        name: what is read or written.
-    """
-    return _marked(Mark.FILES, Mark.FILES_ENDED, name)

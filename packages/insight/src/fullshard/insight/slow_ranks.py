@@ -20,10 +20,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.spi import Timeline
-from fullshard.sharding.api.own_times import OwnTimes, OwnTimesReader, Phase, Step
-from fullshard.sharding.base.exchange import objects_of_ranks
-from fullshard.sharding.mesh.mesh_info import device_type_of
+from fullshard.insight.own_times import OwnTimes, OwnTimesReader, Phase, Step
+from fullshard.insight.timeline import Timeline
+from fullshard.sharding.spi import device_type_of, objects_of_ranks
 
 __all__ = ["LastRank", "SlowRank", "SlowRanks", "SlowRanksReport", "compare_ranks"]
 
