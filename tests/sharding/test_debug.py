@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import CollectiveMismatchError, DefaultAllGather
 from fullshard.comm.debug.debug import is_debugging
+from fullshard.insight.gather_checks import _checksum
 from fullshard.policies import CPUOffloadPolicy
 from fullshard.sharding import (
     FSDPModule,
@@ -24,7 +25,6 @@ from fullshard.sharding import (
     fully_shard,
     set_debug_mode,
 )
-from fullshard.sharding.api.gather_checks import _checksum
 from support.modules import Assembled
 from support.products import few
 from support.ranks import cpu_mesh, distributed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.installed import EXTENDING
 from fullshard.sharding import (
     EXTENSIONS,
     ExtendedGroup,
@@ -28,6 +30,7 @@ from support.ranks import distributed
 
 METHODS = [name for name in vars(GroupExtension) if not name.startswith("_")]
 CORE = ("fullshard-comm", "fullshard-sharding")
+CORE_PACKAGES = ("", "fullshard.comm", "fullshard.sharding")
 
 
 class Log(GroupExtension):
@@ -75,6 +78,20 @@ def test_the_core_calls_each_method_at_one_place() -> None:
     assert len(sources) == 2
     found = Counter(name for path in files for name in _calls_in(path) if name in METHODS)
     assert found == dict.fromkeys(METHODS, 1)
+
+
+def test_the_core_names_packages_that_extend_it_in_one_constant_only() -> None:
+    names = [each.package for each in MEMBERS if each.package not in CORE_PACKAGES]
+    assert {"fullshard.insight", "fullshard.policies"} <= {*names}
+    sources = [each.folder / "src" for each in MEMBERS if each.name in CORE]
+    found = {
+        (path.name, name)
+        for source in sources
+        for path in source.rglob("*.py")
+        for name in names
+        if re.search(rf"import.*{re.escape(name)}|[\"']{re.escape(name)}[\"']", path.read_text())
+    }
+    assert found == {("installed.py", name) for name in EXTENDING}
 
 
 STEP = [

@@ -21,6 +21,7 @@ from fullshard.comm.debug.debug import (
     resume_collectives,
 )
 from fullshard.comm.debug.desync import DesyncDetector
+from fullshard.comm.installed import import_extending
 from fullshard.comm.layouts.coded import CodedSpec, as_arrived, by_holder
 from fullshard.comm.layouts.layout import pieces_of, rank_major
 from fullshard.comm.layouts.scaling import backend_averages, op_name
@@ -108,6 +109,7 @@ __all__ = [
     "host_carrier_of",
     "host_reads_by",
     "host_values",
+    "import_extending",
     "is_debugging",
     "is_profiled",
     "is_served",

@@ -1,9 +1,10 @@
-"""Measurements of sharded models: statistics of groups, and the ranks that others wait for.
+"""Measurements and checks of sharded models: statistics, slow ranks, and checks in debug mode.
 
-Owns ``statistics`` and ``SlowRanks``. Both read the counters and marks of ``fullshard.comm`` and
-``fullshard.sharding``, and change nothing in a step.
+Owns ``statistics`` and ``SlowRanks``, which read the counters and marks of ``fullshard.comm`` and
+``fullshard.sharding``. ``GatherChecks`` checks each group in debug mode. None changes a step.
 """
 
+from fullshard.insight.gather_checks import GatherChecks, ParametersChangedError
 from fullshard.insight.model_statistics import (
     GroupStatistics,
     ShardingStatistics,
@@ -18,13 +19,18 @@ from fullshard.insight.slow_ranks import (
     SlowRanksReport,
     compare_ranks,
 )
+from fullshard.sharding import EXTENSIONS
 
 __version__ = "0.1.0"
 
+EXTENSIONS.append(GatherChecks)
+
 __all__ = [
+    "GatherChecks",
     "GroupStatistics",
     "LastRank",
     "OwnTimes",
+    "ParametersChangedError",
     "Phase",
     "ShardingStatistics",
     "SlowRank",

@@ -10,7 +10,6 @@ from fullshard.sharding.access.state_dict import full_state_dict, load_full_stat
 from fullshard.sharding.access.unsharded import unsharded
 from fullshard.sharding.api.extending import extend_groups
 from fullshard.sharding.api.fully_shard import ReplicateModule, fully_shard, replicate
-from fullshard.sharding.api.gather_checks import GatherChecks
 from fullshard.sharding.api.handles import GradientReductionHandle, UnshardHandle
 from fullshard.sharding.api.managed import ShardPlacementFnResult, ShardPlacementResult
 from fullshard.sharding.api.module import (
@@ -62,8 +61,6 @@ from fullshard.sharding.protocols import (
 )
 
 __version__ = "0.1.0"
-
-EXTENSIONS.append(GatherChecks)
 
 __all__ = [
     "EXTENSIONS",

@@ -10,6 +10,7 @@ from fullshard.sharding.base.checks import require_bool, require_cap, require_co
 from fullshard.sharding.base.comparison import Comparison
 from fullshard.sharding.base.compat import (
     ShardingSpec,
+    current_graph_task,
     local_of,
     local_shard,
     make_dtensor,
@@ -17,8 +18,10 @@ from fullshard.sharding.base.compat import (
     spec_of,
     storage_of,
     untraced,
+    version_of,
 )
 from fullshard.sharding.base.exchange import objects_of_ranks
+from fullshard.sharding.base.memory import addresses_of, set_data
 from fullshard.sharding.base.policies import declares
 from fullshard.sharding.base.stand_ins import StandIns
 from fullshard.sharding.base.tensors import PLAIN, is_plain, tensors_in
@@ -49,6 +52,8 @@ __all__ = [
     "ShardingSpec",
     "StandIns",
     "StaticSchedule",
+    "addresses_of",
+    "current_graph_task",
     "declares",
     "device_of_mesh",
     "device_type_of",
@@ -72,6 +77,7 @@ __all__ = [
     "require_bool",
     "require_cap",
     "require_count",
+    "set_data",
     "sharded_of",
     "spec_of",
     "state_of",
@@ -80,4 +86,5 @@ __all__ = [
     "tensors_in",
     "the_states",
     "untraced",
+    "version_of",
 ]

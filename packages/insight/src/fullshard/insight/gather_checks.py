@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 
 from fullshard.comm.spi import is_debugging
-from fullshard.sharding.base.compat import current_graph_task, version_of
-from fullshard.sharding.base.memory import addresses_of, set_data
-from fullshard.sharding.extension import ExtendedGroup, ExtendedParameter, GroupExtension
+from fullshard.sharding import ExtendedGroup, ExtendedParameter, GroupExtension
+from fullshard.sharding.spi import addresses_of, current_graph_task, set_data, version_of
 
 __all__ = ["GatherChecks", "ParametersChangedError"]
 
