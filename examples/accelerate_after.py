@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from fullshard.optim import clip_grad_norm_
 from fullshard.policies import ClassWrap, MixedPrecisionPolicy, wrap
-from fullshard.sharding import clip_grad_norm_
 
 ACCUMULATE = 2  # was: gradient_accumulation_steps
 

@@ -22,7 +22,8 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from fullshard.sharding import clip_grad_norm_, full_state_dict, fully_shard
+from fullshard.optim import clip_grad_norm_
+from fullshard.sharding import full_state_dict, fully_shard
 
 
 def make_base(folder: str | None) -> nn.Module:

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import one_hot
 
+from fullshard.optim import clip_grad_norm_
 from fullshard.sharding import (
     FSDPMeshInfo,
     FSDPModule,
     ShardPlacementResult,
-    clip_grad_norm_,
     fully_shard,
 )
 

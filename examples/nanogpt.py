@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from fullshard.optim import clip_grad_norm_
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import clip_grad_norm_, full_state_dict, fully_shard
+from fullshard.sharding import full_state_dict, fully_shard
 
 
 @dataclass(frozen=True, kw_only=True)

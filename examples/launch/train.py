@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fullshard.checkpoint import async_save
-from fullshard.sharding import clip_grad_norm_, fully_shard
+from fullshard.optim import clip_grad_norm_
+from fullshard.sharding import fully_shard
 
 WIDTH, ROWS = 64, 64  # ROWS of a step, over all ranks
 SAVE_EVERY = 10

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.checkpoint import full_optim_state_dict, load_safetensors, save_safetensors
 from fullshard.comm import DefaultAllGather, DefaultReduceScatter
+from fullshard.optim import clip_grad_norm_
 from fullshard.sharding import (
     FSDPModule,
     RankMismatchError,
-    clip_grad_norm_,
     fully_shard,
     unsharded,
 )

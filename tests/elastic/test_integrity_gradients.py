@@ -15,8 +15,9 @@ from torch import nn
 from fullshard.comm.spi import LISTENERS
 from fullshard.elastic import DamagedNumbersError, IntegrityChecks, IntegrityPolicy
 from fullshard.elastic.integrity.checksums import checksum, is_one_bit
+from fullshard.optim import clip_grad_norm_
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.sharding import clip_grad_norm_, fully_shard
+from fullshard.sharding import fully_shard
 from fullshard.sharding.spi import local_of
 from support.ranks import cpu_mesh, distributed
 

@@ -16,10 +16,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import Optimizer
 
 from fullshard.comm import Event, EventKind, observe
-from fullshard.optim import AdamW8bit, OverlappedStep, OverlappedStepError
+from fullshard.optim import (
+    AdamW8bit,
+    OverlappedStep,
+    OverlappedStepError,
+    clip_grad_norm_,
+    grad_norm,
+)
 from fullshard.optim.base.parts import SteppedGradients
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard, grad_norm
+from fullshard.sharding import FSDPModule, fully_shard
 from support.optim.offloaded import adamw, assert_equal_runs, groups_of_parameters, part
 from support.ranks import cpu_mesh, distributed
 from support.surface.model import Net, batch, build, sharded

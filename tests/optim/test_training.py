@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.optim import SOAP, AdamW8bit, Muon, matrix_groups
+from fullshard.optim import SOAP, AdamW8bit, Muon, clip_grad_norm_, matrix_groups
 from fullshard.policies import CPUOffloadPolicy
-from fullshard.sharding import NoOffload, clip_grad_norm_, fully_shard
+from fullshard.sharding import NoOffload, fully_shard
 from support.optim.training import Small, batch, loss_of
 from support.optim.ways import full_values
 from support.ranks import cpu_mesh, distributed

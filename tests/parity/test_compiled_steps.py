@@ -21,8 +21,9 @@ from torch._dynamo import convert_frame
 from torch.utils.checkpoint import checkpoint
 
 import fullshard.comm
+from fullshard.optim import clip_grad_norm_
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import clip_grad_norm_, fully_shard, unsharded
+from fullshard.sharding import fully_shard, unsharded
 from fullshard.wire import Quantised, WirePolicy
 from support.apart import apart, private_memory
 from support.modules import Residual, in_turn

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from fullshard.comm import EventKind, EventLog, observe
+from fullshard.optim import clip_grad_norm_
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import (
     RankMismatchError,
     ShardingPlacements,
-    clip_grad_norm_,
     fully_shard,
     unsharded,
 )

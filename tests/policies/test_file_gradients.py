@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard.optim import OverlappedStep, OverlappedStepError
+from fullshard.optim import OverlappedStep, OverlappedStepError, clip_grad_norm_, grad_norm
 from fullshard.policies import FileOffloadPolicy, MixedPrecisionPolicy, shard_file
-from fullshard.sharding import FSDPModule, NoOffload, clip_grad_norm_, fully_shard, grad_norm
+from fullshard.sharding import FSDPModule, NoOffload, fully_shard
 from support.modules import Assembled
 from support.optim import offloaded
 from support.optim.offloaded import Program, adamw, are_in_file, assert_equal_runs, part, run_both

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import softplus
 
+from fullshard.optim import clip_grad_norm_
 from fullshard.preflight import Phase, Verdict, plan, verify
-from fullshard.sharding import clip_grad_norm_, fully_shard
+from fullshard.sharding import fully_shard
 from support.ranks import distributed
 from support.verification import fault
 from support.verification.fault import is_sharded

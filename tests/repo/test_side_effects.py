@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fullshard.sharding import clip_grad_norm_, fully_shard, unsharded
+from fullshard.optim import clip_grad_norm_
+from fullshard.sharding import fully_shard, unsharded
 from fullshard.wrappers.fsdp1 import FullyShardedDataParallel
 from support.members import LIBRARIES
 from support.process_state import ProcessState

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard.comm import EventKind, EventLog, observe
+from fullshard.optim import clip_grad_norm_
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import (
-    clip_grad_norm_,
     fully_shard,
     load_full_state_dict,
 )

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from fullshard.sharding import clip_grad_norm_, fully_shard, replicate
+from fullshard.optim import clip_grad_norm_
+from fullshard.sharding import fully_shard, replicate
 from support.modules import Assembled
 from support.parity.compare import EXACT, Tolerance, assert_equal, parameters_of, rounding
 from support.products import few

@@ -39,8 +39,9 @@ from fullshard.checkpoint.saving import writing
 from fullshard.comm import set_shared_memory
 from fullshard.elastic import IntegrityChecks, IntegrityPolicy
 from fullshard.insight import SlowRanks
+from fullshard.optim import clip_grad_norm_
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import clip_grad_norm_, fully_shard
+from fullshard.sharding import fully_shard
 from support.campaign.faults import SAVED_AT, STEPS, Fault
 from support.elastic.faults import (
     FAULT,

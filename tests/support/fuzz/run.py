@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.insight import SlowRanks
-from fullshard.sharding import FSDPModule, clip_grad_norm_
+from fullshard.optim import clip_grad_norm_
+from fullshard.sharding import FSDPModule
 from support.fuzz.around import NOTHING, AroundCase, Norm, draw_around
 from support.fuzz.blocks import BlockCase, unsaved
 from support.fuzz.case import FuzzCase, StepCase, draw

@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.comm.spi import can_pin
-from fullshard.optim import HostTier, OffloadedOptimizer
+from fullshard.optim import HostTier, OffloadedOptimizer, clip_grad_norm_
 from fullshard.policies import CPUOffloadPolicy, FileOffloadPolicy, MixedPrecisionPolicy
-from fullshard.sharding import clip_grad_norm_
 from support.surface.model import batch
 
 Maker = Callable[[nn.Module], Optimizer]

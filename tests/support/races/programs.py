@@ -29,11 +29,11 @@ from fullshard.comm import (
 from fullshard.comm.collectives import lists
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.streams import canonical_device
+from fullshard.optim import clip_grad_norm_
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
 from fullshard.sharding import (
     FSDPModule,
     ShardingPlacements,
-    clip_grad_norm_,
     fully_shard,
     unsharded,
 )

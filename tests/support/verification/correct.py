@@ -15,9 +15,9 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.optim import AdamW8bit, Muon
+from fullshard.optim import AdamW8bit, Muon, clip_grad_norm_
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard
+from fullshard.sharding import FSDPModule, fully_shard
 from support.modules import Assembled, Stack, in_turn
 
 WIDTH, ROWS, LENGTH = 8, 4, 5

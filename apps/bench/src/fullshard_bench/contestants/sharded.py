@@ -17,9 +17,10 @@ from fullshard.comm import (
 )
 from fullshard.comm.spi import require
 from fullshard.insight import statistics
+from fullshard.optim import clip_grad_norm_
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
 from fullshard.preflight import recompute_units
-from fullshard.sharding import FSDPModule, clip_grad_norm_, fully_shard
+from fullshard.sharding import FSDPModule, fully_shard
 from fullshard_bench.contestants.fsdp_options import fsdp_options
 from fullshard_bench.contestants.training import (
     Stopwatch,

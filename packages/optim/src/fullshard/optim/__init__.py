@@ -1,14 +1,15 @@
 """Optimizers of whole matrices and of few bits, and averages of parameters, equal on any mesh.
 
 Optimizers that give a sharded model the updates of the unsharded model, and their state; and
-averages of what they step. A training step is the caller's: gradients come as ``fully_shard``
-leaves them.
+averages of what they step. ``clip_grad_norm_`` clips gradients on any meshes. A training step is
+the caller's: gradients come as ``fully_shard`` leaves them.
 """
 
 from fullshard.optim.adamw8bit import AdamW8bit
 from fullshard.optim.averaging import ExponentialMovingAverage
 from fullshard.optim.grouping import matrix_groups
 from fullshard.optim.muon import Muon
+from fullshard.optim.norm.clip import clip_grad_norm_, grad_norm
 from fullshard.optim.overlapped import OverlappedStep, OverlappedStepError
 from fullshard.optim.soap import SOAP
 from fullshard.optim.tiers.offloaded import OffloadedOptimizer
@@ -33,5 +34,7 @@ __all__ = [
     "OverlappedStep",
     "OverlappedStepError",
     "StateOffloadError",
+    "clip_grad_norm_",
+    "grad_norm",
     "matrix_groups",
 ]

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from fullshard.optim import clip_grad_norm_, grad_norm
 from fullshard.optim.base.parts import Part, SteppedGradients, scale_gradients
 from fullshard.optim.base.stepped import label_of
 from fullshard.optim.base.wrapping import (
@@ -31,7 +32,7 @@ from fullshard.optim.base.wrapping import (
     part_of,
     take_over,
 )
-from fullshard.sharding import clip_grad_norm_, grad_norm, rebind_optimizer
+from fullshard.sharding import rebind_optimizer
 from fullshard.sharding.spi import (
     Comparison,
     early_gradients,

@@ -41,7 +41,6 @@ from fullshard.sharding.mesh.mesh_info import (
     HSDPMeshInfo,
 )
 from fullshard.sharding.mesh.placements import ShardingPlacements
-from fullshard.sharding.optim.clip import clip_grad_norm_, grad_norm
 from fullshard.sharding.optim.rebinding import rebind_optimizer
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import (
@@ -100,13 +99,11 @@ __all__ = [
     "TrainingState",
     "UnshardHandle",
     "WireForms",
-    "clip_grad_norm_",
     "converted",
     "debug_mode",
     "extend_groups",
     "full_state_dict",
     "fully_shard",
-    "grad_norm",
     "load_full_state_dict",
     "map_tensors",
     "rebind_optimizer",

@@ -11,11 +11,15 @@ from fullshard.sharding.base.comparison import Comparison
 from fullshard.sharding.base.compat import (
     ShardingSpec,
     current_graph_task,
+    flatten,
+    gradients_of,
     local_of,
     local_shard,
+    local_shards,
     make_dtensor,
     make_spec,
     spec_of,
+    specs_of,
     storage_of,
     untraced,
     version_of,
@@ -29,13 +33,15 @@ from fullshard.sharding.groups.param_group import group_of
 from fullshard.sharding.hooks.early_gradients import early_gradients
 from fullshard.sharding.hooks.lookup import groups_of, initialised_state, state_of, the_states
 from fullshard.sharding.hooks.module_state import ModuleState
+from fullshard.sharding.hooks.offload_errors import raise_lost_gradients
 from fullshard.sharding.hooks.static_schedule import StaticSchedule
 from fullshard.sharding.mesh.mesh_info import device_of_mesh, device_type_of
 from fullshard.sharding.mesh.placements import EarlyReduction
 from fullshard.sharding.mesh.subgroups import known_subgroup
+from fullshard.sharding.optim.live_groups import Snapshot
 from fullshard.sharding.optim.rules import STEP_NUMBERS, steps_on_plain
-from fullshard.sharding.optim.shadow_optimizer import ShadowOptimizer
-from fullshard.sharding.params.lookup import owner_of, sharded_of
+from fullshard.sharding.optim.shadow_optimizer import ShadowOptimizer, are_same
+from fullshard.sharding.params.lookup import gradient_stores_of, owner_of, sharded_of
 from fullshard.sharding.params.registry import registry_of
 from fullshard.sharding.reduce.strategies import PlainReduce
 
@@ -50,14 +56,19 @@ __all__ = [
     "PlainReduce",
     "ShadowOptimizer",
     "ShardingSpec",
+    "Snapshot",
     "StandIns",
     "StaticSchedule",
     "addresses_of",
+    "are_same",
     "current_graph_task",
     "declares",
     "device_of_mesh",
     "device_type_of",
     "early_gradients",
+    "flatten",
+    "gradient_stores_of",
+    "gradients_of",
     "group_of",
     "groups_of",
     "in_block",
@@ -66,12 +77,14 @@ __all__ = [
     "known_subgroup",
     "local_of",
     "local_shard",
+    "local_shards",
     "make_dtensor",
     "make_spec",
     "objects_of_ranks",
     "on_any_rank",
     "opened",
     "owner_of",
+    "raise_lost_gradients",
     "registry_of",
     "require_between_steps",
     "require_bool",
@@ -80,6 +93,7 @@ __all__ = [
     "set_data",
     "sharded_of",
     "spec_of",
+    "specs_of",
     "state_of",
     "steps_on_plain",
     "storage_of",

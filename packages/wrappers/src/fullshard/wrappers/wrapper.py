@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.sharding import clip_grad_norm_
+from fullshard.optim import clip_grad_norm_
 from fullshard.wrappers.ignored_states import WRAPPED
 
 __all__ = ["Wrapper", "require_module", "require_unwrapped", "wrappers_under"]

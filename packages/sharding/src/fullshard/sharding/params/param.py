@@ -113,7 +113,7 @@ class FSDPParam:
         dtypes: decides the dtypes in which it is gathered and reduced.
         group: its ``FSDPParamGroup``; see ``group_of``.
         on_gradient: called with each gradient before autograd accumulates it.
-        norm_group: of the last norm that began with it; see ``norm_group_of``.
+        notes: what packages above keep with it, by a name of their own.
         data_watch: notices ``sharded.data = new``.
         lands_in: the dtype in which reduced gradients stay as they are; None: none is known.
     """
@@ -138,7 +138,7 @@ class FSDPParam:
         self.generation = ParameterGeneration()
         self.group: object = None
         self.on_gradient: Callable[[torch.Tensor], None] = _ignore
-        self.norm_group: object = None
+        self.notes: dict[str, object] = {}
         self.sharding = sharding_of(param, cut.mesh_info, cut.dim, cut.name)
         self.dim = self.sharding.dim
         self.shape = torch.Size(param.shape)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fullshard.sharding import fully_shard, grad_norm
+from fullshard.optim import grad_norm
+from fullshard.sharding import fully_shard
 from support.ranks import distributed
 
 

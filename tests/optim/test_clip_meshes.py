@@ -15,7 +15,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Placement
 
 from fullshard.comm import EventKind, EventLog, observe
-from fullshard.sharding import clip_grad_norm_, fully_shard, grad_norm
+from fullshard.optim import clip_grad_norm_, grad_norm
+from fullshard.sharding import fully_shard
 from support.modules import Assembled
 from support.parity.compare import assert_equal, gradients_of, rounding
 from support.ranks import cpu_mesh, distributed

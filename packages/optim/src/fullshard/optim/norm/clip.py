@@ -22,16 +22,16 @@ from fullshard.comm.spi import (
     host_values,
     traits_of,
 )
-from fullshard.sharding.base.compat import (
+from fullshard.optim.norm.norm_group import NormGroup, Parameters, norm_group_of
+from fullshard.sharding import GradientOffload
+from fullshard.sharding.spi import (
     flatten,
     gradients_of,
     local_shard,
     local_shards,
+    raise_lost_gradients,
     untraced,
 )
-from fullshard.sharding.hooks.offload_errors import raise_lost_gradients
-from fullshard.sharding.optim.norm_group import NormGroup, Parameters, norm_group_of
-from fullshard.sharding.protocols import GradientOffload
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard.comm import EventKind, EventLog, observe, set_shared_memory
-from fullshard.sharding import clip_grad_norm_, fully_shard, grad_norm
+from fullshard.optim import clip_grad_norm_, grad_norm
+from fullshard.sharding import fully_shard
 from support.parity.compare import EXACT, assert_equal, full, gradients_of, rounding
 from support.parity.engines import shard, tell
 from support.parity.models import CASES, Case, build

@@ -30,17 +30,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.sharding.base.compat import local_shards, spec_of, specs_of
-from fullshard.sharding.mesh.mesh_info import device_of_mesh
-from fullshard.sharding.mesh.subgroups import known_subgroup
-from fullshard.sharding.optim.live_groups import Snapshot
-from fullshard.sharding.optim.shadow_optimizer import are_same
-from fullshard.sharding.params.lookup import gradient_stores_of, owner_of, sharded_of
+from fullshard.sharding.spi import (
+    Snapshot,
+    are_same,
+    device_of_mesh,
+    gradient_stores_of,
+    known_subgroup,
+    local_shards,
+    owner_of,
+    sharded_of,
+    spec_of,
+    specs_of,
+)
 
 __all__ = ["NormGroup", "Parameters", "norm_group_of"]
 
 Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
+_NOTE = "norm group"  # of the last norm that began with a parameter
 _DOUBLE = frozenset({torch.float64, torch.complex128})
 _Ranks = frozenset[int]
 _NONE: _Ranks = frozenset()
@@ -165,12 +172,12 @@ def norm_group_of(parameters: Parameters, process_group: dist.ProcessGroup | Non
         parameters = [parameters]
     given = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     owner = owner_of(given[0]) if given else None
-    known = None if owner is None else owner.norm_group
+    known = None if owner is None else owner.notes.get(_NOTE)
     if isinstance(known, NormGroup) and known.is_of(given, process_group):
         return known
     found = NormGroup(given, process_group)
     if owner is not None:
-        owner.norm_group = found
+        owner.notes[_NOTE] = found
     return found
 
 
