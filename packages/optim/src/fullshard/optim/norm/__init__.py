@@ -1,1 +1,3 @@
 """The norm of all gradients, and clipping by it."""
+
+__all__: list[str] = []
