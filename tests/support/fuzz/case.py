@@ -138,6 +138,19 @@ def _step(rng: random.Random, hybrid: bool, canonical: bool) -> StepCase:
     )
 
 
+def repeated_runs(node: NodeCase, times: int = 1) -> int:
+    """Return how many runs the layers have that a forward runs more than once.
+
+    Args:
+        node: the node in which they are.
+        times: how often a forward runs what it is in.
+    """
+    times *= 1 + node.repeated
+    if node.children:
+        return sum(repeated_runs(child, times) for child in node.children)
+    return times if times > 1 else 0
+
+
 class _Trees:
     """Draws the model.
 
