@@ -241,6 +241,42 @@ def test_a_program_has_the_gradients_of_the_unsharded_model(program: str) -> Non
     assert_gradients(net, plain)
 
 
+class Region(nn.Module):
+    """Three sharded blocks in one checkpointed region, and a last layer that some ranks skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.last, self.head = Block(), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        x = checkpoint(self.region, x, plan, use_reentrant=False)
+        out: torch.Tensor = self.head(x)
+        return out
+
+    def region(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        for block in (*self.blocks, *[self.last] * ("t" in plan)):
+            x = block(x)
+        return x
+
+
+@distributed(2)
+def test_a_region_is_recomputed_in_one_order_where_some_ranks_skip_its_end() -> None:
+    """Ranks begin its recomputation at different places: at its last layer, or in a hook."""
+    net, plain, plans = Region().double(), Region().double(), ["t", ""]
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net)
+    assert isinstance(net, FSDPModule)
+    net.set_canonical_order(slack=3)  # sharded modules in the region
+    with assert_same_collectives():
+        loss_of(net, dist.get_rank(), 0, plans[dist.get_rank()]).backward()
+    for rank, plan in enumerate(plans):
+        (loss_of(plain, rank, 0, plan) / len(plans)).backward()
+    assert_gradients(net, plain)
+
+
 @distributed(2)
 def test_what_is_passed_over_is_not_kept() -> None:
     net = shard()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -138,11 +138,25 @@ def _step(rng: random.Random, hybrid: bool, canonical: bool) -> StepCase:
     )
 
 
+def repeated_runs(node: NodeCase, times: int = 1) -> int:
+    """Return how many runs the layers have that a forward runs more than once.
+
+    Args:
+        node: the node in which they are.
+        times: how often a forward runs what it is in.
+    """
+    times *= 1 + node.repeated
+    if node.children:
+        return sum(repeated_runs(child, times) for child in node.children)
+    return times if times > 1 else 0
+
+
 class _Trees:
     """Draws the model.
 
     What some ranks skip holds no sharded module, unless the order is canonical. In the canonical
     order a sharded module runs once, and a checkpointed region holds at most one: `slack` is 1.
+    Without it, a region whose recomputation ranks would begin at different places is reentrant.
     """
 
     def __init__(self, rng: random.Random, world_size: int, canonical: bool) -> None:
@@ -164,7 +178,7 @@ class _Trees:
         if free or held == 1:
             ways += [Checkpointing.REENTRANT, Checkpointing.NOT_REENTRANT]
         reshards: list[bool | int | None] = [None, True, False, *([2] if self.ints else [])]
-        return NodeCase(
+        node = NodeCase(
             children=children,
             rows=rng.choice([1, 2, 3, 4, 5, 8]),
             scale=rng.random() < 0.3,
@@ -177,7 +191,39 @@ class _Trees:
             repeated=free and rng.random() < 0.15,
             checkpointing=rng.choice(ways),
         )
+        if self._world_size > 1 and not self._canonical and _is_misordered(node):
+            node = replace(node, checkpointing=Checkpointing.REENTRANT)
+        return node
 
     def _tie(self) -> int:
         number, self._leaves = self._leaves, self._leaves + 1
         return self._rng.randrange(number) if number and self._rng.random() < 0.15 else -1
+
+
+def _is_misordered(region: NodeCase) -> bool:
+    """Return whether ranks may recompute a region before and after a hook in it gathers.
+
+    Ranks that run what comes after the region's last sharded module recompute the region first,
+    and so gather its first module. On the others, backward comes to the output of the last module
+    first, and gathers that. Torch's own gathers the same, and then computes with wrong parameters.
+    A prefetch, or modules that stay unsharded, may hide it; both may change in a run.
+    """
+    if region.checkpointing is not Checkpointing.NOT_REENTRANT:
+        return False
+    skips, gathered = False, 0  # by the hooks that backward reaches on all ranks alike
+    ahead = [region]
+    while ahead:
+        node = ahead.pop()
+        inside = node is not region
+        if inside and node.skipped:
+            skips = True  # it holds no sharded module
+        elif inside and node.checkpointing is Checkpointing.REENTRANT:
+            return False  # the inputs that it saved are recomputed before all in it
+        elif node.sharded and skips:
+            return gathered + 1 < region.shards
+        elif not node.children:
+            return False  # all ranks recompute here
+        else:
+            gathered += node.sharded
+            ahead += node.children  # of which backward comes to the last one first
+    return False

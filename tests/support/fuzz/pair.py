@@ -14,13 +14,15 @@ from torch.optim import Optimizer
 
 from support.fuzz.around import Around, AroundCase
 from support.fuzz.blocks import BlockCase, open_block
-from support.fuzz.case import FuzzCase
+from support.fuzz.case import FuzzCase, repeated_runs
 from support.fuzz.model import optimizer_of, sharded
 from support.fuzz.more import PLAIN, Averages, Kept, MoreCase, Outcome, Program
 from support.fuzz.oracle import Oracle
 from support.parity.compare import EXACT, Tolerance, assert_equal, full
 
 __all__ = ["Pair", "ShardedRun"]
+
+STEP_UNITS = 256  # eps of a tensor's largest value
 
 
 class ShardedRun(NamedTuple):
@@ -45,6 +47,9 @@ class Pair:
         program: what else it does.
         scaler: of the sharded run.
         averages: those of both, if the program keeps any.
+        runs: how often a forward passes on the error ``e`` that earlier steps left in the weights.
+            ``n`` runs of a layer multiply by them ``n`` times, and so by ``(1 + e) ** n``. Errors
+            of layers that run once are independent of each other; the units of a step cover them.
         alive: forwards of which everything is kept, with graphs that no backward uses.
     """
 
@@ -57,6 +62,7 @@ class Pair:
         self.oracle = Oracle(case, drawn, self.program)
         self.rng = random.Random(f"events {case.seed}")
         self.step = 0
+        self.runs = max(1, sum(map(repeated_runs, case.nodes)))
         self.scaler = self.program.scaler()
         self.averages: Averages | None = None
         self.alive: list[Outcome] = []
@@ -98,9 +104,13 @@ class Pair:
 
     @property
     def tolerance(self) -> Tolerance:
-        """How far apart rounding may bring both."""
+        """How far apart rounding may bring both.
+
+        Each step adds ``STEP_UNITS``, and passes on what was there ``runs`` times.
+        """
         dtype = torch.float32 if self.drawn.mixed else None
-        return Tolerance(units=256 * (self.step + 1), overrides=dtype)
+        units = STEP_UNITS * sum(self.runs**step for step in range(self.step + 1))
+        return Tolerance(units=units, overrides=dtype)
 
     def outcome(self, micro: int) -> Outcome:
         """Return what the sharded model gives for this rank's part of a micro-batch."""

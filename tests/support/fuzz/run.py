@@ -191,7 +191,8 @@ def _end_step(pair: Pair, norms: _Norms) -> None:
 
 def _compare_norms(pair: Pair, norm: torch.Tensor, wanted: torch.Tensor) -> None:
     dtype = torch.float32 if pair.drawn.mixed else torch.float64
-    allowed = LARGEST_NORM_ERROR * torch.finfo(dtype).eps * float(wanted)
+    units = LARGEST_NORM_ERROR * pair.runs**pair.step
+    allowed = units * torch.finfo(dtype).eps * float(wanted)
     if not torch.isfinite(wanted):  # the model has diverged
         assert not torch.isfinite(norm), f"norm {norm} is not {wanted}"
         return
