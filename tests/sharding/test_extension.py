@@ -188,8 +188,48 @@ def test_what_makes_no_extension_is_refused_and_nothing_is_added() -> None:
 
 
 @distributed(2)
+def test_a_module_without_a_sharded_one_is_refused() -> None:
+    model, _ = _net()
+    for module in (nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)])):
+        with pytest.raises(ValueError, match="not sharded, and has no sharded module below"):
+            extend_groups(module, Log)
+    with pytest.raises(ValueError, match="the ModuleList is not sharded; call fully_shard"):
+        extend_groups(nn.ModuleList([model]), Log, recurse=False)
+    assert len(extend_groups(nn.ModuleList([model]), Log)) == 2
+
+
+@distributed(2)
+def test_what_raises_before_a_reshard_leaves_no_full_parameters() -> None:
+    class Raises(GroupExtension):
+        def before_reshard(self) -> None:
+            raise ArithmeticError("of the extension")
+
+    model, _ = _net(reshard_after_forward=False)
+    extend_groups(model[0], Raises)
+    with torch.no_grad():
+        expected = model(torch.ones(2, 4))
+        for _ in range(2):
+            with pytest.raises(ArithmeticError, match="of the extension"):
+                model[0].reshard()
+            assert isinstance(model[0].weight, DTensor)
+            assert torch.equal(model(torch.ones(2, 4)), expected)
+
+
+@distributed(2)
+def test_inside_transforms_the_methods_are_called_as_in_a_step() -> None:
+    model, (log, _) = _net(reshard_after_forward=True)
+    torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 4))
+    assert log.lines[:6] == STEP[:6]
+
+
+@distributed(2)
 def test_each_new_group_gets_the_extensions_of_the_process() -> None:
-    with mock.patch("fullshard.sharding.groups.param_group.EXTENSIONS", [*EXTENSIONS, Log]):
+    where = "fullshard.sharding.groups.param_group.EXTENSIONS"
+    layer = nn.Linear(2, 2)
+    with mock.patch(where, [lambda group: 3]), pytest.raises(TypeError, match="a int; return"):
+        fully_shard(layer)
+    assert type(layer) is nn.Linear and not isinstance(layer.weight, DTensor)
+    with mock.patch(where, [*EXTENSIONS, Log]):
         model, _ = _net()
     assert _kinds(model).count(Log) == 4  # with those that were added by hand
 

@@ -12,7 +12,14 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
-__all__ = ["EXTENSIONS", "ExtendedGroup", "ExtendedParameter", "GroupExtension", "MakeExtension"]
+__all__ = [
+    "EXTENSIONS",
+    "ExtendedGroup",
+    "ExtendedParameter",
+    "GroupExtension",
+    "MakeExtension",
+    "made_by",
+]
 
 
 class ExtendedParameter(Protocol):
@@ -99,6 +106,21 @@ class GroupExtension:
 
     def on_reset(self) -> None:
         """Take notice that the group was brought back to its shards after an error."""
+
+
+def made_by(make: MakeExtension, group: ExtendedGroup) -> GroupExtension:
+    """Return the extension that ``make`` makes for ``group``.
+
+    Raises:
+        TypeError: if it makes anything else.
+    """
+    made: object = make(group)
+    if not isinstance(made, GroupExtension):
+        raise TypeError(
+            f"{make!r} returned a {type(made).__name__}; return a "
+            "fullshard.sharding.GroupExtension, or pass a subclass of it"
+        )
+    return made
 
 
 MakeExtension: TypeAlias = Callable[[ExtendedGroup], GroupExtension]

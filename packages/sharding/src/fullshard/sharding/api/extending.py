@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from fullshard.sharding.base.checks import require_bool
-from fullshard.sharding.extension import GroupExtension, MakeExtension
-from fullshard.sharding.hooks.lookup import groups_of
+from fullshard.sharding.extension import GroupExtension, MakeExtension, made_by
+from fullshard.sharding.hooks.lookup import groups_of, the_states
 
 __all__ = ["extend_groups"]
 
@@ -19,7 +19,7 @@ def extend_groups(
     Call it on every rank. The extensions of a group are called in the order of the calls.
 
     Args:
-        module: a sharded module.
+        module: a sharded module, or with ``recurse`` one that has such modules below.
         make: makes the extension of a group: a subclass of ``GroupExtension``, most often.
         recurse: also for the groups of all sharded modules below.
 
@@ -29,17 +29,16 @@ def extend_groups(
     Raises:
         TypeError: if ``make`` returns anything but a ``GroupExtension``, or ``recurse`` is not a
             bool. No group has a new extension then.
-        ValueError: if ``module`` is not sharded.
+        ValueError: if no module is sharded.
     """
     require_bool("recurse", recurse)
+    if not the_states(module, recurse):
+        below = ", and has no sharded module below" if recurse else ""
+        raise ValueError(
+            f"the {type(module).__name__} is not sharded{below}; call fully_shard first"
+        )
     groups = groups_of(module, recurse)
-    made = [make(group) for group in groups]
-    for each in made:
-        if not isinstance(each, GroupExtension):
-            raise TypeError(
-                f"{make!r} returned a {type(each).__name__}; return a "
-                "fullshard.sharding.GroupExtension, or pass a subclass of it"
-            )
+    made = [made_by(make, group) for group in groups]
     for group, each in zip(groups, made, strict=True):
         group.extend(each)
     return made

@@ -356,8 +356,14 @@ class Gathering:
         strategy, state = self._strategy, self.state
         if state is _SHARDED or strategy is None:
             return
-        for each in self.extensions if state is _UNSHARDED else ():
-            each.before_reshard()
+        try:
+            for each in self.extensions if state is _UNSHARDED else ():
+                each.before_reshard()
+        finally:  # an error leaves no full parameters behind
+            self._free(strategy, state, after_forward)
+
+    def _free(self, strategy: UnshardStrategy, state: ShardedState, after_forward: bool) -> None:
+        """Leave ``state``, for which ``strategy`` gathered, or begins to."""
         keeps_full = self.keeps_full and not (self._user_wrote or self.stale)
         keeps_full = keeps_full and (torch.is_grad_enabled() or current_graph_task() != -1)
         if state is _UNSHARDED:

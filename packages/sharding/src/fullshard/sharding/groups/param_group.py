@@ -19,7 +19,7 @@ from fullshard.sharding.base.compat import not_pickled, untraced
 from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneration, Root
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import LeaseKind, Leases, ShardedState, TrainingState
-from fullshard.sharding.extension import EXTENSIONS, GroupExtension
+from fullshard.sharding.extension import EXTENSIONS, GroupExtension, made_by
 from fullshard.sharding.gather.gathering import Gathering
 from fullshard.sharding.gather.strategy import Holders
 from fullshard.sharding.params.lookup import owner_of
@@ -94,7 +94,7 @@ class FSDPParamGroup:
         self._begun: set[ForwardPass] = set()  # those that the present backward reached
         self.extensions: tuple[GroupExtension, ...] = ()
         for make in EXTENSIONS:
-            self.extend(make(self))
+            self.extend(made_by(make, self))
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -229,9 +229,9 @@ class FSDPParamGroup:
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if self.extensions and _WRITERS.isdisjoint(self.leases.out):
-            for each in self.extensions:
-                each.on_idle()
+        is_full = self.extensions and self.state is ShardedState.UNSHARDED
+        for each in self.extensions if is_full and _WRITERS.isdisjoint(self.leases.out) else ():
+            each.on_idle()
 
     def show_sharded(self) -> None:
         """Let modules hold the sharded parameters, while the full ones wait for a backward."""
