@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.elastic import Quorum, ReplicaGroupError, ReplicaGroups
 from fullshard.elastic.membership import Member, Roster
+from fullshard.policies import CanonicalOrder
 from fullshard.sharding import fully_shard
 from support.elastic.in_world import replica_groups
 from support.ranks import distributed
@@ -127,7 +128,7 @@ def test_a_group_that_skips_a_module_ends_all_before_a_message_of_another_size(
 def test_with_a_canonical_order_a_group_that_skips_a_module_adds_zeros(sizes: list[int]) -> None:
     with replica_groups(sizes) as (groups, mesh, own):
         model = carried(groups, mesh)
-        model.set_canonical_order()
+        model.set_schedule(CanonicalOrder())
         groups.begin()
         model.skips = own == 0
         model(inputs_of(own)).sum().backward()

@@ -18,6 +18,7 @@ from fullshard.checkpoint import save_safetensors
 from fullshard.comm import waiting
 from fullshard.comm.same_host.shared_group import SharedWork
 from fullshard.insight import OwnTimes, Phase, SlowRanks, compare_ranks, statistics
+from fullshard.policies import CanonicalOrder
 from fullshard.sharding import fully_shard
 from support.ranks import cpu_mesh, distributed
 from support.slow_ranks import BLOCKS, Case, Clock, Net, build, run_case, train, usual_step
@@ -195,7 +196,7 @@ def test_ranks_may_skip_a_group() -> None:
     for block in net.blocks:
         fully_shard(block, mesh=cpu_mesh())
     fully_shard(net, mesh=cpu_mesh())
-    net.set_canonical_order(True)
+    net.set_schedule(CanonicalOrder())
     with SlowRanks(clock=clock) as watch:
         train(net, delays, 3)
     report = watch.report()

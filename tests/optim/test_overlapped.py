@@ -24,7 +24,7 @@ from fullshard.optim import (
     grad_norm,
 )
 from fullshard.optim.base.parts import SteppedGradients
-from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.policies import CanonicalOrder, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.sharding import FSDPModule, fully_shard
 from support.optim.offloaded import adamw, assert_equal_runs, groups_of_parameters, part
 from support.ranks import cpu_mesh, distributed
@@ -219,7 +219,7 @@ def _whole(net: Net) -> Net:
 
 def _in_canonical_order(net: Net) -> Net:
     sharded(net)
-    cast("FSDPModule", net).set_canonical_order()
+    cast("FSDPModule", net).set_schedule(CanonicalOrder())
     return net
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.policies import CanonicalOrder
 from fullshard.sharding import ShardingPlacements, fully_shard
 from support.modules import in_turn
 from support.parity.compare import assert_equal, gradients_of, parameters_of, rounding
@@ -44,7 +45,7 @@ def _sharded(way: str) -> list[Any]:
         fully_shard(model.inner, **options)
         fully_shard(model, **options)
         if way == "canonical":
-            model.set_canonical_order()
+            model.set_schedule(CanonicalOrder())
     return models
 
 

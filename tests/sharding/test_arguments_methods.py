@@ -99,8 +99,7 @@ WRONG = [
     Wrong("set_placements", ("inner",), TypeError, ("placements", "str", "ShardingPlacements")),
     does_not_recurse("set_placements", ShardingPlacements()),
     *not_a_bool("set_gather_on_read", "gather_on_read"),
-    *not_a_bool("set_canonical_order", "enable", recurses=False),
-    Wrong("set_canonical_order", (), TypeError, ("slack", "float"), {"slack": 1.5}),
+    Wrong("set_schedule", (True,), TypeError, ("schedule", "bool", "Schedule", "None")),
     *(
         Wrong(FACTOR, (value,), error, ("factor", *words))
         for value, error, *words in (

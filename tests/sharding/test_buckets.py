@@ -25,7 +25,7 @@ from fullshard.comm import (
     same_host_transport,
 )
 from fullshard.comm.same_host import shared_peers
-from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.policies import CanonicalOrder, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import debug_mode, fully_shard
 from fullshard.sharding.hooks.lookup import the_state
 from support.apart import apart, private_memory
@@ -434,9 +434,9 @@ def test_canonical_order_gathers_each_group_by_itself() -> None:
         together, alone = pair(mesh=mesh)
         step(together)
         step(alone)
-        together.set_canonical_order(True)
+        together.set_schedule(CanonicalOrder())
         assert launches_in(lambda: step(together)) >= 9
-        together.set_canonical_order(False)
+        together.set_schedule(None)
         step(alone)
         same_bits(together, alone)
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
+from fullshard.policies import CanonicalOrder
 from fullshard.sharding import fully_shard
 from fullshard.sharding.base.states import ShardedState
 from support.events.models import DIM, batch, make_net
@@ -236,7 +237,7 @@ def test_ranks_that_skip_a_group_in_canonical_order_still_reduce_it(synced: bool
     net, plain = _make_skipping(), _make_skipping()
     for part in (net.first, net.last, net):
         ours(part)
-    net.set_canonical_order()
+    net.set_schedule(CanonicalOrder())
     _by_hand(net, synced=synced)
     for seed in range(2):
         for each in (net, plain):

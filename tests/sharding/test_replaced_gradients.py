@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fullshard.policies import CanonicalOrder
 from fullshard.sharding import ShardingPlacements, fully_shard
 from support.modules import Assembled
 from support.parity.compare import assert_equal, gradients_of, rounding
@@ -90,7 +91,7 @@ def test_in_the_canonical_order_a_rank_that_skips_a_group_has_its_new_parameter(
     model, whole = _skipping(), _skipping()
     fully_shard(model.extra)
     fully_shard(model)
-    model.set_canonical_order()
+    model.set_schedule(CanonicalOrder())
     for step in range(3):
         for each in (model, whole):
             if step:

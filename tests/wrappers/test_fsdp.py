@@ -33,11 +33,11 @@ FIELDS_NOT_YET: set[str] = set()
 # What fullshard adds, beyond torch's.
 OURS = {
     "parameters_changed",
-    "set_canonical_order",
     "set_gather_bucket_cap",
     "set_gather_on_read",
     "set_placements",
     "set_reduce_bucket_cap",
+    "set_schedule",
 }
 
 # What torch gained after 2.11, the oldest that fullshard supports: there it is ours for the time.

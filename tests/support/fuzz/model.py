@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.policies import DepthPrefetch
+from fullshard.policies import CanonicalOrder, DepthPrefetch
 from fullshard.sharding import FSDPModule, fully_shard
 from support.fuzz.around import Around, AroundCase
 from support.fuzz.carried import HEAD, STEM, collect, read, require_one, write
@@ -142,7 +142,7 @@ def sharded(case: FuzzCase, around: Around) -> Any:
     fully_shard(model, reshard_after_forward=case.root_reshard, **options)
     assert isinstance(model, FSDPModule)
     if case.canonical:
-        model.set_canonical_order()
+        model.set_schedule(CanonicalOrder())
     return model
 
 

@@ -178,7 +178,7 @@ class Links:
             raise RuntimeError(told)
         raise ReplicaGroupError(
             f"{told}; all groups must reduce the same modules in the same order. For modules that "
-            "a group may skip, call model.set_canonical_order() in all groups"
+            "a group may skip, call model.set_schedule(CanonicalOrder()) in all groups"
         )
 
     def from_contributors(self, values: torch.Tensor) -> list[torch.Tensor]:

@@ -1,9 +1,10 @@
-"""Answers to sharding's questions: precision, offload, resharding, prefetch, wrapping.
+"""Answers to sharding's questions: precision, offload, resharding, prefetch, wrapping, order.
 
 Owns frozen dataclasses that satisfy the protocols of ``fullshard.sharding`` structurally. The
 dataclasses start no collective; only ``FileOffloadPolicy`` has anything open, a file.
 """
 
+from fullshard.policies.canonical_order import CanonicalOrder
 from fullshard.policies.file_offload import FileOffloadPolicy, FileOffloadStatistics
 from fullshard.policies.mixed_precision import MixedPrecisionPolicy
 from fullshard.policies.offload import CPUOffloadPolicy, OffloadPolicy
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CanonicalOrder",
     "ClassWrap",
     "DepthPrefetch",
     "FileOffloadPolicy",

@@ -34,6 +34,7 @@ from fullshard.sharding.extension import (
     GroupExtension,
 )
 from fullshard.sharding.groups.param_group import FSDPParamGroup
+from fullshard.sharding.hooks.schedule import Schedule
 from fullshard.sharding.mesh.mesh_info import (
     DataParallelMeshDims,
     DDPMeshInfo,
@@ -92,6 +93,7 @@ __all__ = [
     "ReplicateModule",
     "ReshardPolicy",
     "ReverseOrderPrefetch",
+    "Schedule",
     "ShardPlacementFnResult",
     "ShardPlacementResult",
     "ShardedState",

@@ -25,6 +25,7 @@ from fullshard.sharding.base.compat import (
     version_of,
 )
 from fullshard.sharding.base.exchange import objects_of_ranks
+from fullshard.sharding.base.forward_pass import ForwardPass
 from fullshard.sharding.base.memory import addresses_of, set_data
 from fullshard.sharding.base.policies import declares
 from fullshard.sharding.base.stand_ins import StandIns
@@ -34,7 +35,7 @@ from fullshard.sharding.hooks.early_gradients import early_gradients
 from fullshard.sharding.hooks.lookup import groups_of, initialised_state, state_of, the_states
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.hooks.offload_errors import raise_lost_gradients
-from fullshard.sharding.hooks.static_schedule import StaticSchedule
+from fullshard.sharding.hooks.schedule import ShardedModule, StepRecord
 from fullshard.sharding.mesh.mesh_info import device_of_mesh, device_type_of
 from fullshard.sharding.mesh.placements import EarlyReduction
 from fullshard.sharding.mesh.subgroups import known_subgroup
@@ -43,6 +44,7 @@ from fullshard.sharding.optim.rules import STEP_NUMBERS, steps_on_plain
 from fullshard.sharding.optim.shadow_optimizer import ShadowOptimizer, are_same
 from fullshard.sharding.params.lookup import gradient_stores_of, owner_of, sharded_of
 from fullshard.sharding.params.registry import registry_of
+from fullshard.sharding.reduce.reduction import ReductionQueue
 from fullshard.sharding.reduce.strategies import PlainReduce
 
 __all__ = [
@@ -50,15 +52,18 @@ __all__ = [
     "STEP_NUMBERS",
     "Comparison",
     "EarlyReduction",
+    "ForwardPass",
     "HeldStep",
     "Mode",
     "ModuleState",
     "PlainReduce",
+    "ReductionQueue",
     "ShadowOptimizer",
+    "ShardedModule",
     "ShardingSpec",
     "Snapshot",
     "StandIns",
-    "StaticSchedule",
+    "StepRecord",
     "addresses_of",
     "are_same",
     "current_graph_task",

@@ -28,10 +28,11 @@ from fullshard.comm import (
     set_shared_memory,
 )
 from fullshard.comm.spi import Call, DesyncDetector, shares_memory
+from fullshard.policies import CanonicalOrder
 from fullshard.preflight.compat import default_store
 from fullshard.preflight.verification.names import clean
 from fullshard.sharding import ShardedState
-from fullshard.sharding.spi import StaticSchedule, state_of
+from fullshard.sharding.spi import state_of
 
 __all__ = ["meeting", "recovering"]
 
@@ -134,7 +135,7 @@ def _may_gather(module: nn.Module) -> bool:
     state = state_of(module)
     if state is None:
         return callable(getattr(module, "unshard", None))
-    return not isinstance(state.context.schedule, StaticSchedule)
+    return not isinstance(state.context.schedule, CanonicalOrder)
 
 
 def _gathers(module: nn.Module) -> bool:

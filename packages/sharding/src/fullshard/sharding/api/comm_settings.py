@@ -31,9 +31,8 @@ from fullshard.sharding.base.checks import (
 )
 from fullshard.sharding.base.compat import untraced
 from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.hooks.lookup import groups_of, state_of, the_root, the_state, the_states
+from fullshard.sharding.hooks.lookup import groups_of, the_root, the_state, the_states
 from fullshard.sharding.hooks.schedule import Schedule
-from fullshard.sharding.hooks.static_schedule import StaticSchedule, events_under
 from fullshard.sharding.mesh.subgroups import new_subgroup
 
 __all__ = ["CommSettings"]
@@ -53,42 +52,41 @@ class CommSettings:
         for group in groups_of(self):
             group.gathering.set_comm(comm)
 
-    def set_canonical_order(self, enable: bool = True, *, slack: int = 1) -> None:
-        """Let ranks skip whole groups: gathers and reductions follow one order on all ranks.
+    def set_schedule(self, schedule: Schedule | None) -> None:
+        """Let ``schedule`` decide when the groups under this root are gathered and reduced.
 
-        Call it on the root, on all ranks alike. A rank whose forward or backward does not run a
-        module then still takes part in its collectives, with zeros where it has no gradient.
-        Every rank must run the root's forward, and a backward where any does. The order is that
-        in which the modules are defined; nothing stays unsharded between forward and backward.
+        Call it on the root, on all ranks alike.
 
         Args:
-            enable: whether to; False goes back to communicating as modules run.
-            slack: a group is reduced after this many later gathers: how far backward may depart
-                from the order. At least the number of sharded modules in one checkpointed region.
+            schedule: one of this root's own, such as ``fullshard.policies.CanonicalOrder()``; None:
+                the default, which communicates as modules run.
 
         Raises:
-            TypeError: if ``enable`` is not a bool, or ``slack`` not an int.
-            ValueError: if ``slack`` is less than 1, or a group keeps full parameters within a step
-                or shards over a post-forward mesh.
+            TypeError: if it is no ``Schedule``.
+            ValueError: if another root has it; or if it allows no kept groups, and a group keeps
+                full parameters within a step or shards over a post-forward mesh.
             RuntimeError: if this module is not the root, or is in the middle of a step.
         """
-        require_bool("enable", enable)
-        require_count("slack", slack)
-        state = the_root(self, "set_canonical_order")
+        if not isinstance(schedule, Schedule | None):
+            raise TypeError(
+                f"schedule is a {type(schedule).__name__}; pass a fullshard.sharding.Schedule, "
+                "such as fullshard.policies.CanonicalOrder(), or None for the default"
+            )
+        context = the_root(self, "set_schedule").context
+        chosen = schedule or Schedule()
         kept = [
             group.name
-            for group in state.context.groups
+            for group in context.groups
             if group.gathering.post_forward_size or group.gathering.keeps_full
         ]
-        if enable and kept:
+        if kept and not chosen.allows_kept_groups:
             raise ValueError(
                 f"{', '.join(kept)} keep full parameters within a step, or shards over a "
-                "post-forward mesh, which a rank that skips them does not have; pass "
+                f"post-forward mesh, which {type(chosen).__name__} does not allow; pass "
                 "reshard_after_forward=True, and placements without compute=(), for example "
                 "ShardingPlacements(gradients=())"
             )
-        events = list(events_under(state.modules, state_of))
-        state.context.use_schedule(StaticSchedule(events, slack) if enable else Schedule())
+        context.use_schedule(chosen)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this module's gradients through ``comm``. Not recursive.

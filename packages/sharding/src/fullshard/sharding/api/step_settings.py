@@ -154,7 +154,7 @@ class StepSettings:
         Raises:
             TypeError: if ``placements`` is no ``ShardingPlacements``, or ``recurse`` not a bool.
             ValueError: if the new placements cut parameters otherwise than the present ones, or
-                keep full parameters, which the canonical order does not allow.
+                keep full parameters, which the schedule does not allow.
             RuntimeError: in the middle of a forward or backward.
         """
         require_bool("recurse", recurse)
@@ -164,9 +164,9 @@ class StepSettings:
         for state, each in zip(states, placed, strict=True):
             if each.keeps_full and not state.context.schedule.allows_kept_groups:
                 raise ValueError(
-                    f"{placements!r} keep full parameters within a step, which a rank that skips "
-                    "a group in the canonical order does not have; pass placements without "
-                    "compute=(), or call set_canonical_order(False) before"
+                    f"{placements!r} keep full parameters within a step, which "
+                    f"{type(state.context.schedule).__name__} does not allow; pass placements "
+                    "without compute=(), or call set_schedule(None) before"
                 )
         for state, each in zip(states, placed, strict=True):
             for group in state.own_groups:

@@ -90,7 +90,7 @@ class RootContext:
         self._backward_end: weakref.ref[Callable[[], None]] | None = None
         self._at_end: list[Callable[[], object]] = []  # each does nothing when called again
         self.schedule, self.record = Schedule(), StepRecord()
-        self.schedule.take_over(self.record, self.shared.queue)
+        self.schedule.take_over((), self.record, self.shared.queue)
 
     def adopt(self, states: Sequence[ShardedModule]) -> None:
         """Take over ``states``, the root's first."""
@@ -105,12 +105,13 @@ class RootContext:
         """Let ``schedule`` decide when each group communicates.
 
         Raises:
+            ValueError: if another root has it.
             RuntimeError: in the middle of a forward or backward.
         """
-        self.require_quiet("set_canonical_order")
+        self.require_quiet("set_schedule")
+        schedule.take_over(self.states, self.record, self.shared.queue)
         self.schedule.buckets.clear()
         self.schedule = schedule
-        schedule.take_over(self.record, self.shared.queue)
 
     def require_quiet(self, call: str) -> None:
         """Return if neither a forward nor a backward is in progress; end a backward that raised.

@@ -24,8 +24,8 @@ def early_gradients(module: nn.Module, ready: Callable[[], None]) -> Iterator[No
 
     ``.grad`` is set, and hooks after accumulation are called, in backward. Reductions of earlier
     backwards, under ``set_is_last_backward(False)``, end before the block. A backward that raises
-    leaves the gradients that are in place. Three kinds of roots keep the default: a root with a
-    canonical order, a root whose backwards are finished by hand, and a root whose next backward is
+    leaves the gradients that are in place. Three kinds of roots keep the default: a root with
+    another schedule, a root whose backwards are finished by hand, and a root whose next backward is
     not the last one.
 
     Args:

@@ -4,8 +4,7 @@ Owns what ran in a step and in which order, and when a group gathers, stays unsh
 by default as its module runs, or with the groups of its bucket. This default requires that every
 rank runs every group, as in torch's ``fully_shard``, which also records the post-forward order and
 prefetches by it; the other orders are ours, because forwards without gradients and recomputations
-must find their place in them. Where ranks skip groups, ``StaticSchedule`` follows one order on all
-ranks, and has no buckets.
+must find their place in them. ``set_schedule`` takes another schedule, a subclass of ``Schedule``.
 """
 
 from __future__ import annotations
@@ -158,6 +157,9 @@ class StepRecord:
 class Schedule:
     """When does a group communicate? Here as its module runs.
 
+    Each root has one of its own. What it decides must be the same on all ranks, and it must not
+    depend on what one rank runs unless all ranks run alike.
+
     Attributes:
         allows_kept_groups: whether a group may stay unsharded after a backward.
         before_reduction: called before a group reduces as its backward ends, if it is set, as
@@ -172,9 +174,24 @@ class Schedule:
         self.before_reduction: Callable[[], None] | None = None
         self.buckets = Buckets(ReductionQueue())
         self._gathered: list[FSDPParamGroup] = []  # since the root's last forward began, in order
+        self._record: StepRecord | None = None
 
-    def take_over(self, record: StepRecord, queue: ReductionQueue) -> None:
-        """Act for the root whose step is ``record`` and whose reductions are in ``queue``."""
+    def take_over(
+        self, states: Sequence[ShardedModule], record: StepRecord, queue: ReductionQueue
+    ) -> None:
+        """Act for a root.
+
+        Args:
+            states: the sharded modules under it, itself first; none if they are not known yet.
+            record: what runs.
+            queue: its reductions.
+
+        Raises:
+            ValueError: if another root has this schedule.
+        """
+        if self._record is not None and self._record is not record:
+            raise ValueError(f"another root has this {type(self).__name__}; make one for each root")
+        self._record = record
         self.buckets = Buckets(queue)
 
     def begin(self, *, backward: bool) -> None:

@@ -103,7 +103,7 @@ class ForwardOrder:
             told = "; ".join(f"rank {rank} is at {self._said(came)}" for rank, came in known)
             raise RuntimeError(
                 f"the forward order differs across ranks: {told}. Run the same modules in the same "
-                "order on every rank, or see set_canonical_order()"
+                "order on every rank, or see fullshard.policies.CanonicalOrder"
             )
 
     def _said(self, instance: int) -> str:

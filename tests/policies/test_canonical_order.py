@@ -21,10 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import EventKind, EventLog, observe
+from fullshard.policies import CanonicalOrder
+from fullshard.policies.canonical_order import Event, Step, backward_steps, forward_steps
 from fullshard.sharding import FSDPModule, ShardingPlacements, fully_shard
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.hooks.lookup import the_state
-from fullshard.sharding.hooks.static_schedule import Event, Step, backward_steps, forward_steps
 from support.apart import private_memory
 from support.failing import failing
 from support.modules import Assembled
@@ -82,7 +83,7 @@ def shard(**options: object) -> Net:
         fully_shard(block, **options)  # type: ignore[call-overload]  # any of its options
     fully_shard(net, **options)  # type: ignore[call-overload]  # any of its options
     assert isinstance(net, FSDPModule)
-    net.set_canonical_order()
+    net.set_schedule(CanonicalOrder())
     return net
 
 
@@ -171,7 +172,7 @@ def checkpointed(net: Any, *, reentrant: bool) -> None:
 
 def checkpointed_whole(net: Any) -> None:
     """Backward begins with the forward of the root, before a hook on any output could tell."""
-    net.set_canonical_order(slack=8)  # a checkpoint that holds all sharded modules
+    net.set_schedule(CanonicalOrder(slack=8))  # a checkpoint that holds all sharded modules
     rank = dist.get_rank()
     for step, plans in enumerate(STEPS):
         x = batch(rank, step).requires_grad_()
@@ -269,7 +270,7 @@ def test_a_region_is_recomputed_in_one_order_where_some_ranks_skip_its_end() -> 
         fully_shard(block)
     fully_shard(net)
     assert isinstance(net, FSDPModule)
-    net.set_canonical_order(slack=3)  # sharded modules in the region
+    net.set_schedule(CanonicalOrder(slack=3))  # sharded modules in the region
     with assert_same_collectives():
         loss_of(net, dist.get_rank(), 0, plans[dist.get_rank()]).backward()
     for rank, plan in enumerate(plans):
@@ -322,7 +323,7 @@ def test_tied_weights_and_lists_of_modules() -> None:
     fully_shard([net.first, net.last])
     fully_shard(net)
     assert isinstance(net, FSDPModule)
-    net.set_canonical_order()
+    net.set_schedule(CanonicalOrder())
     for _ in range(2):
         with assert_same_collectives():
             loss_of(net, rank, 0, plans[rank]).backward()
@@ -346,7 +347,7 @@ def test_a_module_that_runs_twice_needs_to_stay_unsharded_and_the_error_says_so(
     fully_shard(net.after)
     fully_shard(net)
     assert isinstance(net, FSDPModule) and isinstance(net.block, FSDPModule)
-    net.set_canonical_order()
+    net.set_schedule(CanonicalOrder())
     with pytest.raises(RuntimeError, match=r"turn of 'block'.*set_reshard_after_forward\(False\)"):
         net(batch(0, 0))
     net.reset_iter_state()
@@ -364,8 +365,8 @@ def test_turned_off_it_is_as_if_it_had_never_been_on() -> None:
     assert isinstance(net, FSDPModule) and isinstance(plain, FSDPModule)
     loss_of(net, rank, 0, "vta").backward()
     net.zero_grad()
-    net.set_canonical_order(False)
-    plain.set_canonical_order(False)
+    net.set_schedule(None)
+    plain.set_schedule(None)
     orders = []
     for each in (net, plain):
         log = EventLog()
@@ -381,18 +382,28 @@ def test_it_is_refused_where_it_cannot_be() -> None:
     net = shard()
     assert isinstance(net, FSDPModule)
     with pytest.raises(RuntimeError, match="not the root"):
-        net.extra.set_canonical_order()  # type: ignore[operator]  # a sharded module
+        net.extra.set_schedule(CanonicalOrder())  # type: ignore[operator]  # a sharded module
     with pytest.raises(ValueError, match="slack"):
-        net.set_canonical_order(slack=0)
-    net.set_canonical_order(False)
+        net.set_schedule(CanonicalOrder(slack=0))
+    net.set_schedule(None)
 
     def turn_on(gradient: torch.Tensor) -> None:
         with pytest.raises(RuntimeError, match="in the middle of a forward or backward"):
-            net.set_canonical_order()
+            net.set_schedule(CanonicalOrder())
 
     output = net(batch(0, 0), "vta")
     output.register_hook(turn_on)
     output.sum().backward()
+
+
+@distributed(2)
+def test_two_roots_cannot_share_one() -> None:
+    order, roots = CanonicalOrder(), [fully_shard(Net()) for _ in range(2)]
+    roots[0].set_schedule(order)
+    with pytest.raises(ValueError, match="another root has this CanonicalOrder; make one for each"):
+        roots[1].set_schedule(order)
+    assert not isinstance(the_state(roots[1]).context.schedule, CanonicalOrder)
+    roots[0].set_schedule(order)
 
 
 @distributed(4)
@@ -402,7 +413,7 @@ def test_a_smaller_world_is_refused() -> None:
     fully_shard(net)
     assert isinstance(net, FSDPModule)
     with pytest.raises(ValueError, match=r"extra.*post-forward mesh"):
-        net.set_canonical_order()
+        net.set_schedule(CanonicalOrder())
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -494,10 +505,10 @@ def test_full_parameters_that_are_kept_within_a_step_are_refused() -> None:
     fully_shard(net, placements=ShardingPlacements.zero(3))
     assert isinstance(net, FSDPModule)
     with pytest.raises(ValueError, match=r"extra keep full.*without compute=\(\)"):
-        net.set_canonical_order()
+        net.set_schedule(CanonicalOrder())
     net.set_placements(ShardingPlacements(gradients=()))
-    net.set_canonical_order()
-    with pytest.raises(ValueError, match=r"compute=\(\).*set_canonical_order\(False\)"):
+    net.set_schedule(CanonicalOrder())
+    with pytest.raises(ValueError, match=r"CanonicalOrder.*compute=\(\).*set_schedule\(None\)"):
         net.set_placements(ShardingPlacements.zero(2))
 
 

@@ -1,4 +1,4 @@
-"""The static communication schedule: one order of gathers and reductions that all ranks follow.
+"""The canonical order: one order of gathers and reductions that all ranks follow.
 
 Owns the order and the place in it; it gathers ahead, drops and reduces groups whose turn comes. The
 reason why a rank does not run a group does not matter here.
@@ -23,13 +23,17 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fullshard.sharding.base.forward_pass import ForwardPass
-from fullshard.sharding.base.states import LeaseKind, ShardedState
-from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.hooks.schedule import Schedule, ShardedModule, StepRecord
-from fullshard.sharding.reduce.reduction import ReductionQueue
+from fullshard.sharding import FSDPParamGroup, LeaseKind, Schedule, ShardedState
+from fullshard.sharding.spi import (
+    ForwardPass,
+    ReductionQueue,
+    ShardedModule,
+    StepRecord,
+    require_count,
+    state_of,
+)
 
-__all__ = ["Event", "StaticSchedule", "Step", "backward_steps", "events_under", "forward_steps"]
+__all__ = ["CanonicalOrder", "Event", "Step", "backward_steps", "events_under", "forward_steps"]
 
 _IN_FLIGHT = 2  # gathers whose results this rank does not use
 
@@ -59,20 +63,36 @@ class Step:
     reduces: bool = False
 
 
-class StaticSchedule(Schedule):
-    """All ranks follow one order; see [Note: canonical order]."""
+class CanonicalOrder(Schedule):
+    """Lets ranks skip whole groups: gathers and reductions follow one order on all ranks.
+
+    Pass one to ``set_schedule()`` of the root, on all ranks alike. A rank whose forward or backward
+    does not run a module then still takes part in its collectives, with zeros where it has no
+    gradient. Every rank must run the root's forward, and a backward where any does. The order is
+    that in which the modules are defined; nothing stays unsharded between forward and backward.
+    """
 
     allows_kept_groups = False
 
-    def __init__(self, events: Sequence[Event], slack: int) -> None:
-        """Take the order from ``events``: those of the modules under a root."""
+    def __init__(self, *, slack: int = 1) -> None:
+        """Wait for a root.
+
+        Args:
+            slack: a group is reduced after this many later gathers: how far backward may depart
+                from the order. At least the number of sharded modules in one checkpointed region.
+
+        Raises:
+            TypeError: if ``slack`` is not an int.
+            ValueError: if it is less than 1.
+        """
+        require_count("slack", slack)
         super().__init__()
-        self._states = [event.state for event in events if event.ends]
-        self._forward = forward_steps(events)
-        self._backward = backward_steps(events, slack)
-        uses = Counter(group for state in self._states for group in state.groups)
-        self._repeated = {group for group, count in uses.items() if count > 1}
-        self._groups = tuple(uses)
+        self._slack = slack
+        self._states: Sequence[ShardedModule] = ()
+        self._forward: Sequence[Step] = ()
+        self._backward: Sequence[Step] = ()
+        self._repeated: set[FSDPParamGroup] = set()
+        self._groups: tuple[FSDPParamGroup, ...] = ()
         self._without_gather: set[FSDPParamGroup] = set()
         self._steps: Sequence[Step] = ()
         self._position: dict[Step, int] = {}
@@ -80,9 +100,18 @@ class StaticSchedule(Schedule):
         self._synced: Sequence[tuple[bool, bool]] = ()  # by group, as this backward began
         self._ahead: deque[FSDPParamGroup] = deque()  # gathered, and not asked for
 
-    def take_over(self, record: StepRecord, queue: ReductionQueue) -> None:
-        """Mark all groups as used, so that skipped groups end their backward too."""
-        super().take_over(record, queue)
+    def take_over(
+        self, states: Sequence[ShardedModule], record: StepRecord, queue: ReductionQueue
+    ) -> None:
+        """Find the order, and mark all groups as used: skipped ones end their backward, too."""
+        super().take_over(states, record, queue)
+        events = list(events_under(states[0].modules, state_of))
+        self._states = [event.state for event in events if event.ends]
+        self._forward = forward_steps(events)
+        self._backward = backward_steps(events, self._slack)
+        uses = Counter(group for state in self._states for group in state.groups)
+        self._repeated = {group for group, count in uses.items() if count > 1}
+        self._groups = tuple(uses)
         record.used_groups = dict.fromkeys(self._groups)
 
     # -- phases -----------------------------------------------------------------------------------
