@@ -225,5 +225,6 @@ def _is_misordered(region: NodeCase) -> bool:
             return False  # all ranks recompute here
         else:
             gathered += node.sharded
+            ahead += [replace(node, repeated=False)] * (inside and node.repeated)
             ahead += node.children  # of which backward comes to the last one first
     return False

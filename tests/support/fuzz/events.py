@@ -102,8 +102,13 @@ def _change(model: nn.Module, name: str) -> None:
 
 
 def _freeze(pair: Pair) -> None:
-    """Freeze a parameter of the optimizer, or train one that was frozen by this."""
+    """Freeze a parameter of the optimizer, or train one that was frozen by this.
+
+    The bias of the stem is never frozen: inputs under reentrant checkpointing need gradients.
+    """
     name = _pick(pair)
+    if name == "stem.bias":
+        return
     chosen = pair.oracle.model.get_parameter(name)
     known = [each for group in pair.optimizers[-1].param_groups for each in group["params"]]
     if any(chosen is each for each in known):

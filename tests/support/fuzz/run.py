@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fullshard.insight import SlowRanks
 from fullshard.optim import clip_grad_norm_
+from fullshard.optim.tiers.state_file import StateFile
 from fullshard.sharding import FSDPModule
 from support.fuzz.around import NOTHING, AroundCase, Norm, draw_around
 from support.fuzz.blocks import BlockCase, unsaved
@@ -199,6 +200,13 @@ def _compare_norms(pair: Pair, norm: torch.Tensor, wanted: torch.Tensor) -> None
     assert abs(float(norm) - float(wanted)) <= allowed, f"norm {norm} is not {wanted}"
 
 
+def _holders_of_files() -> str:
+    """Return which kinds of objects hold files of optimizer state, for a message."""
+    files = [each for each in gc.get_objects() if isinstance(each, StateFile)]
+    holders = {type(each).__qualname__ for file in files for each in gc.get_referrers(file)}
+    return f"{len(files)} files of state are held by {', '.join(sorted(holders))}"
+
+
 def _require_nothing_left(folder: Path, before: set[threading.Thread]) -> None:
     """Raise if files or threads of policies and tiers outlive their models.
 
@@ -210,9 +218,13 @@ def _require_nothing_left(folder: Path, before: set[threading.Thread]) -> None:
     own = {*threading.enumerate()} - before
     threads = [each for each in own if each.name.startswith("fullshard-")]
     for thread in threads:
-        thread.join(timeout=10)
+        for _ in range(100):  # a collection while another thread collects does nothing
+            thread.join(timeout=0.1)
+            if not thread.is_alive():
+                break
+            gc.collect()
     alive = [each.name for each in threads if each.is_alive()]
-    assert not alive, f"threads stay: {alive}"
+    assert not alive, f"threads stay: {alive}; {_holders_of_files()}"
     gc.collect()  # what the threads held
     opened = []
     for number in os.listdir("/proc/self/fd"):
