@@ -23,7 +23,7 @@ from fullshard.comm import (
     observe,
 )
 from fullshard.comm.collectives.gather import FullTensors
-from fullshard.comm.layouts.coded import CodedSpec
+from fullshard.comm.layouts.layout import PacksItself
 from support.collectives import Allocates, gather_config, shard_of
 from support.ranks import distributed, world
 
@@ -103,20 +103,21 @@ def test_even_tensors_of_one_dtype_are_gathered_whatever_padding_follows_them(
         assert_gathered(foreach_all_gather(shards, layout, config), specs, fulls)
 
 
-class _Doubled(CodedSpec):
+class _Doubled(PacksItself):
     """A code that is as large as what it codes, in the dtype of the buffer: twice each number."""
 
     __slots__ = ()
 
     @property
-    def decoded(self) -> TensorSpec:
+    def arrives_as(self) -> TensorSpec:
         return TensorSpec(shape=self.shape, dtype=torch.float32)
 
-    def encode(self, parts: torch.Tensor, codes: torch.Tensor, first_rank: int) -> None:
-        codes.copy_((parts * 2).view(codes.shape))
+    def pack(self, shard: torch.Tensor, target: torch.Tensor, rank: int) -> None:
+        target.copy_((shard * 2).view(target.shape))
 
-    def decode(self, codes: torch.Tensor, parts: torch.Tensor, first_rank: int) -> None:
-        parts.copy_((codes / 2).view(parts.shape))
+    def unpack(self, pieces: Sequence[torch.Tensor], full: torch.Tensor, world_size: int) -> None:
+        (codes,) = pieces
+        full.copy_((codes / 2).view(full.shape))
 
 
 def test_a_code_as_large_as_its_tensor_is_not_taken_for_the_tensor() -> None:

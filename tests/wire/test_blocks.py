@@ -18,7 +18,6 @@ from fullshard.comm import (
     foreach_all_gather,
     foreach_all_gather_copy_out,
 )
-from fullshard.comm.layouts.coded import as_arrived
 from fullshard.wire import Quantised
 from fullshard.wire.blocks import BlockSpec, in_blocks
 from support.collectives import gather_config, shard_of
@@ -36,7 +35,7 @@ wide_shapes = st.sampled_from(
 def arrived_whole(
     full: torch.Tensor, spec: TensorSpec, form: TensorSpec, ranks: int
 ) -> torch.Tensor:
-    shards = [as_arrived(shard_of(full, spec, r, ranks), form, r) for r in range(ranks)]
+    shards = [form.rounded(shard_of(full, spec, r, ranks), r) for r in range(ranks)]
     return torch.cat(shards, spec.dim)
 
 
@@ -84,13 +83,13 @@ def test_a_number_is_off_by_half_a_step_of_its_block_and_arrives_the_same_when_s
     assert isinstance(coded, BlockSpec) or ranks > 3
     for rank in range(ranks):
         shard = shard_of(full, spec, rank, ranks).contiguous()
-        arrived = as_arrived(shard, coded, rank)
+        arrived = coded.rounded(shard, rank)
         assert arrived.shape == shard.shape
         for block in blocks_of(shard, spec, rank, ranks, form.block):
             exact, got = shard[..., block].double(), arrived[..., block].double()
             bound = exact.abs().amax(-1, keepdim=True) / STEPS[form.dtype] * (1 + 1e-3)
             assert bool(((exact - got).abs() <= bound + 1e-37).all())
-        assert torch.equal(as_arrived(arrived, coded, rank), arrived)
+        assert torch.equal(coded.rounded(arrived, rank), arrived)
 
 
 @pytest.mark.parametrize("dtype", sorted(STEPS, key=str))
@@ -100,9 +99,9 @@ def test_a_block_with_infinity_or_no_number_arrives_as_none_and_its_neighbours_w
 ) -> None:
     spec = TensorSpec(shape=(3, 40), dtype=torch.float32)
     coded, full = in_blocks(spec, Quantised(dtype, 16), 1), drawn(spec, 0)
-    fine = as_arrived(full, coded, 0)
+    fine = coded.rounded(full, 0)
     full[1, 20] = bad
-    arrived = as_arrived(full, coded, 0)
+    arrived = coded.rounded(full, 0)
     assert arrived[1, 16:32].isnan().all()
     arrived[1, 16:32] = fine[1, 16:32]
     assert torch.equal(arrived, fine)
@@ -114,7 +113,7 @@ def test_the_largest_and_the_smallest_numbers_stay_finite(dtype: torch.dtype) ->
     spec = TensorSpec(shape=(4, 16), dtype=torch.float32)
     rows = [[largest, -largest], [0.0, -0.0], [1e-38, -1e-39], [1e-45, 0.0]]
     full = torch.tensor([row * 8 for row in rows])
-    arrived = as_arrived(full, in_blocks(spec, Quantised(dtype, 16), 1), 0)
+    arrived = in_blocks(spec, Quantised(dtype, 16), 1).rounded(full, 0)
     assert arrived.isfinite().all()
     torch.testing.assert_close(arrived[0], full[0], rtol=1e-4, atol=0.0)
     torch.testing.assert_close(arrived[1:], full[1:], rtol=0.0, atol=1.2e-38)
@@ -125,7 +124,7 @@ def test_cuts_between_blocks_change_nothing_and_so_no_number_of_ranks_does() -> 
     for shape, dim in (((12, 33), 0), ((5, 96), 1)):
         spec = TensorSpec(shape=shape, dtype=torch.float32, dim=dim)
         full = drawn(spec, 0)
-        whole = as_arrived(full, in_blocks(spec, form, 1), 0)
+        whole = in_blocks(spec, form, 1).rounded(full, 0)
         for ranks in (2, 3, 6):
             assert torch.equal(
                 arrived_whole(full, spec, in_blocks(spec, form, ranks), ranks), whole
@@ -232,7 +231,7 @@ def test_by_draws_a_number_becomes_one_of_its_neighbours_and_itself_if_it_is_a_c
             step = exact.abs().amax(-1, keepdim=True) / STEPS[dtype] * 2 * (1 + 1e-3)
             assert bool(((exact - got).abs() <= step + 1e-37).all())
         assert torch.equal(sent_by_draws(shard, coded, rank, keys=(seed, 1, 2, 3)), arrived)
-        nearest = as_arrived(shard, coded, rank)
+        nearest = coded.rounded(shard, rank)
         assert torch.equal(sent_by_draws(nearest, coded, rank, keys=(0, 0, 0, 0)), nearest)
     assert torch.equal(torch.get_rng_state(), before)
 

@@ -85,7 +85,7 @@ def config_of(group: Any, dtype: torch.dtype) -> ReduceConfig:
 
 def as_laid(residual: Residual, form: BlockSpec) -> torch.Tensor:
     """A residual in the shape of its tensor, in fp64."""
-    spec = form.decoded
+    spec = form.arrives_as
     if residual.kept is None:
         return torch.zeros(spec.shape, dtype=torch.float64)
     shards, flat = [], residual.kept.numbers.double()
@@ -141,7 +141,7 @@ def test_what_arrived_and_what_is_kept_is_the_sum_of_all_gradients(
         left = [
             as_laid(form.residual, form)
             if isinstance(form, BlockSpec) and form.residual is not None
-            else torch.zeros(form.decoded.shape).double()
+            else torch.zeros(form.arrives_as.shape).double()
             for form in forms
         ]
         return sums, left

@@ -26,7 +26,6 @@ from fullshard.comm import (
     TensorSpec,
     default_reduce_scatter,
 )
-from fullshard.comm.layouts.coded import as_arrived
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
 from fullshard.wire import HostsTransport, Quantised, WirePolicy
 from fullshard.wire.turns import Turns
@@ -95,7 +94,7 @@ def test_a_reduction_is_the_sum_by_hosts_and_narrow_between_them_only(
                 whole = torch.zeros(spec.shape) if gradient is None else gradient
                 parts.append(shard_of(whole, spec, rank, ranks).contiguous())
             totals = [in_order(parts[at : at + per_host]) for at in range(0, ranks, per_host)]
-            wanted = in_order([as_arrived(each, form, rank).float() for each in totals])
+            wanted = in_order([form.rounded(each, rank).float() for each in totals])
             assert torch.equal(shards[index], wanted * (1 / ranks))
             used = any(of_rank[index] is not None for of_rank in everyones)
             assert bool(mask[index] > 0) is used

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fullshard.comm import EventKind, EventLog, TensorSpec, observe
-from fullshard.comm.layouts.coded import as_arrived
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard, unsharded
 from fullshard.wire import Quantised, WirePolicy
@@ -49,7 +48,7 @@ def _arrived(whole: torch.Tensor, form: Any, ranks: int) -> torch.Tensor:
         return whole.to(form).to(whole.dtype)
     spec = TensorSpec(shape=tuple(whole.shape), dtype=whole.dtype)
     coded = in_blocks(spec, form, ranks)
-    return torch.cat([as_arrived(shard_of(whole, spec, r, ranks), coded, r) for r in range(ranks)])
+    return torch.cat([coded.rounded(shard_of(whole, spec, r, ranks), r) for r in range(ranks)])
 
 
 @pytest.mark.cross

@@ -24,7 +24,6 @@ from fullshard.comm import (
     observe,
     reduction_scaling,
 )
-from fullshard.comm.layouts.coded import as_arrived
 from fullshard.wire import Quantised, WidenedReducePlan
 from fullshard.wire.blocks import in_blocks
 from fullshard.wire.reduction import add_widened
@@ -51,12 +50,12 @@ def defined(
     gradients: Sequence[Sequence[torch.Tensor | None]], index: int, form: TensorSpec, rank: int
 ) -> torch.Tensor:
     """A shard of the mean of what each rank has, as it arrives, added in fp32 in rank order."""
-    spec, ranks = form.decoded, len(gradients)
+    spec, ranks = form.arrives_as, len(gradients)
     total = torch.zeros(spec.shard_shape(rank, ranks))
     for place, of_rank in enumerate(gradients):
         gradient = of_rank[index]
         part = torch.zeros(spec.shape) if gradient is None else gradient
-        arrived = as_arrived(shard_of(part, spec, rank, ranks), form, rank).float()
+        arrived = form.rounded(shard_of(part, spec, rank, ranks), rank).float()
         total = arrived if place == 0 else total + arrived
     return total * (1 / ranks)
 

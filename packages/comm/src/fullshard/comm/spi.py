@@ -22,10 +22,9 @@ from fullshard.comm.debug.debug import (
 )
 from fullshard.comm.debug.desync import DesyncDetector
 from fullshard.comm.installed import import_extending
-from fullshard.comm.layouts.coded import CodedSpec, as_arrived, by_holder
-from fullshard.comm.layouts.layout import pieces_of, rank_major
+from fullshard.comm.layouts.layout import PacksItself, pieces_of, rank_major
 from fullshard.comm.layouts.scaling import backend_averages, op_name
-from fullshard.comm.layouts.views import own_mask, shard_views
+from fullshard.comm.layouts.views import full_views, own_mask, shard_views
 from fullshard.comm.runtime.carriers import carrier_of, host_carrier_of
 from fullshard.comm.runtime.command_line import CommandParser
 from fullshard.comm.runtime.compat import (
@@ -71,7 +70,6 @@ __all__ = [
     "Buffer",
     "BufferSource",
     "Call",
-    "CodedSpec",
     "CommandParser",
     "DesyncDetector",
     "DeviceTraits",
@@ -79,6 +77,7 @@ __all__ = [
     "Mark",
     "NoRoomError",
     "OwnShards",
+    "PacksItself",
     "ReducePlan",
     "Route",
     "SecondReduceInFlight",
@@ -88,10 +87,8 @@ __all__ = [
     "StreamEvent",
     "all_reduce_numbers",
     "all_to_all",
-    "as_arrived",
     "backend_averages",
     "backend_names",
-    "by_holder",
     "can_pin",
     "carrier_of",
     "check_reduction",
@@ -106,6 +103,7 @@ __all__ = [
     "foreach_lerp",
     "foreach_norm",
     "foreach_scale",
+    "full_views",
     "host_carrier_of",
     "host_reads_by",
     "host_values",

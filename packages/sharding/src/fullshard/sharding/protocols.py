@@ -171,8 +171,8 @@ class WireForms(Protocol):
     """In what form do shards travel to be gathered, and gradients to be reduced?
 
     Asked when a root is found, with the full names of parameters, and never where a rank shards by
-    itself. For a cast, a form is a spec of the same shape and dim with another dtype. For a code, a
-    form is a ``CodedSpec`` for that number of ``ranks``, whose ``decoded`` is such a spec. Forms
+    itself. A form is a spec of the same shape and dim with another dtype; or one that
+    ``PacksItself`` for that number of ``ranks``, whose ``arrives_as`` is such a spec. Forms
     that cannot be sent on ``device`` raise a ``ValueError``. Ranks compare forms, and ``hosts``, if
     it has such a thing.
     """

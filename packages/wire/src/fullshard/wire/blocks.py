@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fullshard.comm import TensorSpec
-from fullshard.comm.spi import CodedSpec, by_holder, pieces_of, traits_of
+from fullshard.comm.spi import PacksItself, full_views, pieces_of, traits_of
 from fullshard.wire.draws import drawn_bits
 from fullshard.wire.feedback import Residual, ResidualUpdate
 from fullshard.wire.quantised import Quantised
@@ -49,8 +49,8 @@ class _Tile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockSpec(CodedSpec):
-    """The code of a tensor that travels in blocks; see ``in_blocks``.
+class BlockSpec(PacksItself):
+    """The code of a tensor that travels in blocks, ``[holders, words]``; see ``in_blocks``.
 
     Attributes:
         tensor: what is sent and arrives.
@@ -69,7 +69,7 @@ class BlockSpec(CodedSpec):
     residual: Residual | None = field(default=None, compare=False, repr=False)
 
     @property
-    def decoded(self) -> TensorSpec:
+    def arrives_as(self) -> TensorSpec:
         """The tensor that is sent and arrives."""
         return self.tensor
 
@@ -77,6 +77,38 @@ class BlockSpec(CodedSpec):
     def form(self) -> str:
         """The wire format, for people to read."""
         return str(self.quantised)
+
+    def pack(self, shard: torch.Tensor, target: torch.Tensor, rank: int) -> None:
+        """Fill ``target``, ``[1, words]``, with the code of the ``shard`` of ``rank``."""
+        self.encode(shard.unsqueeze(0), target, rank)
+
+    def unpack(self, pieces: Sequence[torch.Tensor], full: torch.Tensor, world_size: int) -> None:
+        """Fill ``full`` with the values of ``pieces``; see ``PacksItself``."""
+        for codes in pieces:
+            for part, code, first in self._by_holder(full, codes):
+                self.decode(code, part, first)
+
+    @torch.no_grad()
+    def rounded(self, shard: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the ``shard`` of ``rank`` with the values that arrive, in their dtype."""
+        codes = torch.empty(1, self.row_numel, dtype=self.dtype, device=shard.device)
+        arrived = torch.empty_like(shard, dtype=self.tensor.dtype)
+        self.pack(shard, codes, rank)
+        self.decode(codes, arrived.unsqueeze(0), rank)
+        return arrived
+
+    def _by_holder(
+        self, full: torch.Tensor, codes: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Yield the arguments of ``encode`` for all shards of a full tensor.
+
+        Args:
+            full: of the shape of the tensor, or flat.
+            codes: ``[holders, 1, words]``.
+        """
+        pieces = pieces_of(self.tensor, self.ranks)
+        for piece, part in zip(pieces, full_views(full, self.tensor, pieces), strict=True):
+            yield part, codes.squeeze(1).narrow(0, piece.first_rank, piece.ranks), piece.first_rank
 
     def keys(self, sender: int) -> tuple[int, ...]:
         """Return what the next draws of rank ``sender`` depend on; nothing, if there are none."""
@@ -86,7 +118,14 @@ class BlockSpec(CodedSpec):
     def encode(
         self, parts: torch.Tensor, codes: torch.Tensor, first_rank: int, keys: Sequence[int] = ()
     ) -> None:
-        """See ``CodedSpec``. ``keys``: what draws depend on; without any, to the nearest."""
+        """Fill ``codes``, ``[n, words]``, for the shards of ``n`` ranks from ``first_rank`` on.
+
+        Args:
+            parts: their shards, which have the same shape: ``[n, *shard_shape]``.
+            codes: in the dtype of the spec; the last dim is contiguous.
+            first_rank: whose shard is the first.
+            keys: what draws depend on; without any, to the nearest.
+        """
         for part, code, rank in self._alike(parts, codes, first_rank):
             starts = self._starts(part, rank) if keys else None
             for tile in self._tiles(_lines_of(part), code, rank, starts):
@@ -105,7 +144,7 @@ class BlockSpec(CodedSpec):
             pre: what the gradient was multiplied by.
         """
         keys, residual = self.keys(sender), self.residual
-        holders = by_holder(gradient, self, self.ranks, codes)
+        holders = self._by_holder(gradient, codes)
         if residual is None:
             for part, code, first in holders:
                 self.encode(part, code, first, keys)
@@ -116,7 +155,7 @@ class BlockSpec(CodedSpec):
             self._encode_with(part, code, first, keys, ResidualUpdate(old, new, exchange.factor))
 
     def _cut(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the contiguous shards of ``by_holder`` in a flat tensor."""
+        """Yield the contiguous shards of ``_by_holder`` in a flat tensor."""
         for piece in pieces_of(self.tensor, self.ranks):
             shape = piece.stacked_shape
             part, flat = flat.tensor_split((math.prod(shape),))
@@ -157,7 +196,7 @@ class BlockSpec(CodedSpec):
                 new.numbers.copy_(_finite_or(wide.sub_(arrived), lost))
 
     def decode(self, codes: torch.Tensor, parts: torch.Tensor, first_rank: int) -> None:
-        """See ``CodedSpec``."""
+        """Fill ``parts``, in any dtype, with the values that ``encode`` made ``codes`` of."""
         for part, code, rank in self._alike(parts, codes, first_rank):
             flat = _lies_flat(part)
             lines = _lines_of(part if flat else part.new_empty(part.shape))

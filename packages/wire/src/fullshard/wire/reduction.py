@@ -186,7 +186,7 @@ def add_widened(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
 def _check(layout: Layout, forms: Sequence[TensorSpec], config: ReduceConfig) -> None:
     name = f"{config.name}: " if config.name else ""
     wanted = [(spec.shape, spec.dim) for spec in layout.specs]
-    if [(form.decoded.shape, form.decoded.dim) for form in forms] != wanted:
+    if [(form.arrives_as.shape, form.arrives_as.dim) for form in forms] != wanted:
         raise ValueError(
             f"{name}got forms {list(forms)} for tensors of shapes and dims {wanted}; pass one for "
             "each, of the same shape and dim: dataclasses.replace(spec, dtype=...)"

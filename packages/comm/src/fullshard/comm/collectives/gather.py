@@ -17,8 +17,7 @@ import torch.distributed as dist
 from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
-from fullshard.comm.layouts.coded import by_holder, coded_in
-from fullshard.comm.layouts.layout import Layout
+from fullshard.comm.layouts.layout import Layout, PacksItself, TensorSpec
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
@@ -121,9 +120,9 @@ class OwnShards:
         self.tensors = tuple(shards)
         shards = [shard.detach() for shard in shards]  # no step turns gradients off for them
         held = [place for place, shard in enumerate(shards) if shard.numel()]
-        coded = coded_in(layout.specs)
-        self._coded = [(place, coded[place], shards[place]) for place in held if place in coded]
-        self._places = [place for place in held if place not in coded]
+        own = _own_forms(layout.specs)
+        self._own_forms = [(place, own[place], shards[place]) for place in held if place in own]
+        self._places = [place for place in held if place not in own]
         self._sources = [shards[place] for place in self._places]
         self._route: Route | None = None  # of gathers by ``_routed``
         self._routed: GatherConfig | None = None
@@ -133,9 +132,9 @@ class OwnShards:
         self._casts = any(shard.dtype is not layout.buffer.dtype for shard in self._flat)
 
     def pack(self, buffer: Buffer) -> None:
-        """Copy the shards, cast or encoded, into this rank's slice on the current stream."""
-        for place, spec, shard in self._coded:
-            spec.encode(shard.unsqueeze(0), buffer.shards[place], self._rank)
+        """Copy the shards, as they travel, into this rank's slice on the current stream."""
+        for place, spec, shard in self._own_forms:
+            spec.pack(shard, buffer.shards[place], self._rank)
         if not self._sources:
             return
         if self._flat:
@@ -182,12 +181,17 @@ class OwnShards:
             return AllGatherInFlight(layout, config, buffer, work, event, self.tensors)
 
 
+def _own_forms(specs: Sequence[TensorSpec]) -> dict[int, PacksItself]:
+    """Return the specs that pack themselves, by their places."""
+    return {place: spec for place, spec in enumerate(specs) if isinstance(spec, PacksItself)}
+
+
 def _end_to_end(shards: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
     """The shards with elements, flat, if a slice has them in the buffer's dtype without a gap."""
     end, dtype = 0, layout.buffer.dtype
     for shard, spec, extent in zip(shards, layout.specs, layout.extents, strict=True):
         if shard.numel():
-            plain = spec.dtype is dtype and spec is spec.decoded
+            plain = spec.dtype is dtype and spec is spec.arrives_as
             if not plain or not shard.is_contiguous() or extent.offset != end:
                 return []
             end += shard.numel() * dtype.itemsize
@@ -206,7 +210,7 @@ def _rows_of(
         each, ``[ranks, n]``, then memory for the padding.
     """
     dtype = layout.buffer.dtype
-    alike = all(spec.dtype is dtype and spec is spec.decoded for spec in layout.specs)
+    alike = all(spec.dtype is dtype and spec is spec.arrives_as for spec in layout.specs)
     alike &= all(each.dtype is dtype and each.is_contiguous() for each in pieces)
     if not (alike and pieces and views.divides_evenly(layout)):
         return None
@@ -238,13 +242,13 @@ class FullTensors:
         checks.check_outputs(outputs, layout, config.device, config.name)
         self._layout = layout
         self._nbytes = sum(output.nbytes for output in outputs)
-        coded = coded_in(layout.specs).items()
-        self._coded = [(place, spec, outputs[place].detach()) for place, spec in coded]
+        own = _own_forms(layout.specs).items()
+        self._own_forms = [(place, spec, outputs[place].detach()) for place, spec in own]
         all_of = zip(outputs, layout.specs, layout.extents, strict=True)
         self._pieces = [
             view
             for output, spec, extent in all_of
-            if spec is spec.decoded
+            if spec is spec.arrives_as
             for view in views.full_views(output.detach(), spec, extent.pieces)
         ]
         self._rows: tuple[list[int], list[torch.Tensor]] | None = _rows_of(self._pieces, layout)
@@ -260,20 +264,18 @@ class FullTensors:
                 sizes, targets = self._rows
                 compat.split_rows(buffer.stacked, sizes, 1, out=targets)
             else:
-                arrived = self._decode(buffer) if self._coded else buffer.all_pieces
+                arrived = self._unpacked(buffer) if self._own_forms else buffer.all_pieces
                 compat.foreach_copy(self._pieces, arrived)
             config.source.release(buffer, config.streams, config.streams.copy_in)
         if LISTENERS:
             rank = config.process_group.rank()
             emit(EventKind.COPY_OUT, config.name, rank=rank, nbytes=self._nbytes, stream="current")
 
-    def _decode(self, buffer: Buffer) -> list[torch.Tensor]:
-        """Fill the tensors that travelled as codes, and return the pieces of other tensors."""
+    def _unpacked(self, buffer: Buffer) -> list[torch.Tensor]:
+        """Fill the tensors that travelled in a form of their own; return the pieces of others."""
         pieces = list(buffer.pieces)
-        for place, spec, output in self._coded:
-            for codes in pieces[place]:
-                for part, code, first in by_holder(output, spec, self._layout.world_size, codes):
-                    spec.decode(code, part, first)
+        for place, spec, output in self._own_forms:
+            spec.unpack(pieces[place], output, self._layout.world_size)
             pieces[place] = []
         return [view for piece in pieces for view in piece]
 

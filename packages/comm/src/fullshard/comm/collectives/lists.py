@@ -64,7 +64,7 @@ def all_gather_tensors(
     )
     streams.synchronize_with_current()
     in_flight = foreach_all_gather(shards, layout, config)
-    arrive = [spec.decoded for spec in layout.specs]
+    arrive = [spec.arrives_as for spec in layout.specs]
     outputs = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in arrive]
     foreach_all_gather_copy_out(in_flight, outputs)
     return outputs

@@ -54,13 +54,13 @@ def check_shards(
             dtype could lose more than precision: floats to integers, or integers to narrower ones.
     """
     hint = f"on rank {rank} of {layout.world_size}. Shard tensors as torch.chunk does."
-    shapes = [spec.decoded.shard_shape(rank, layout.world_size) for spec in layout.specs]
+    shapes = [spec.arrives_as.shard_shape(rank, layout.world_size) for spec in layout.specs]
     _compare("shard", shards, shapes, device, name, hint)
     for index, (shard, spec) in enumerate(zip(shards, layout.specs, strict=True)):
-        if not _can_cast(shard.dtype, spec.decoded.dtype):
+        if not _can_cast(shard.dtype, spec.arrives_as.dtype):
             raise ValueError(
                 f"{_for(name)}shard {index} has dtype {shard.dtype}; a cast to the spec's "
-                f"{spec.decoded.dtype} could change its values. Cast the shard first, or pass a "
+                f"{spec.arrives_as.dtype} could change its values. Cast the shard first, or pass a "
                 f"spec of {shard.dtype}."
             )
 
@@ -75,13 +75,13 @@ def check_outputs(
             cast to its dtype could lose more than precision.
     """
     hint = "or be flat. Allocate it with torch.empty(spec.shape)."
-    shapes = [spec.decoded.shape for spec in layout.specs]
+    shapes = [spec.arrives_as.shape for spec in layout.specs]
     _compare("output", outputs, shapes, device, name, hint, or_flat=True)
     for index, (output, spec) in enumerate(zip(outputs, layout.specs, strict=True)):
-        if not _can_cast(spec.decoded.dtype, output.dtype):
+        if not _can_cast(spec.arrives_as.dtype, output.dtype):
             raise ValueError(
                 f"{_for(name)}output {index} has dtype {output.dtype}; a cast of the spec's "
-                f"{spec.decoded.dtype} to it could change values. Allocate it with "
+                f"{spec.arrives_as.dtype} to it could change values. Allocate it with "
                 "torch.empty(spec.shape, dtype=spec.dtype)."
             )
         if not output.is_contiguous():

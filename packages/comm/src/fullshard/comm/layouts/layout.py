@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ __all__ = [
     "BufferSpec",
     "Extent",
     "Layout",
+    "PacksItself",
     "Piece",
     "TensorSpec",
     "pieces_of",
@@ -74,9 +76,13 @@ class TensorSpec:
         return str(self.dtype)
 
     @property
-    def decoded(self) -> TensorSpec:
-        """The tensor that is sent and arrives: this one, unless it travels as a code."""
+    def arrives_as(self) -> TensorSpec:
+        """The tensor that is sent and arrives: this one, unless it ``PacksItself``."""
         return self
+
+    def rounded(self, shard: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the ``shard`` of ``rank`` with the values that arrive, in their dtype."""
+        return shard.to(self.dtype)
 
     @property
     def laid_shape(self) -> tuple[int, ...]:
@@ -125,6 +131,30 @@ class TensorSpec:
         """The laid shape with ``rows`` rows on the sharded dimension."""
         shape = self.laid_shape
         return (*shape[: self.dim], rows, *shape[self.dim + 1 :])
+
+
+class PacksItself(TensorSpec, ABC):
+    """A spec whose tensor travels in a form of its own: ``[holders, n]``, a row for each holder.
+
+    Holders are the ranks that have a part of the tensor. Layouts, transports and checks handle the
+    form like any other tensor. Shards of ``arrives_as`` are packed and copied out.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def pack(self, shard: torch.Tensor, target: torch.Tensor, rank: int) -> None:
+        """Fill ``target``, ``[1, n]``, for the ``shard`` of ``rank``."""
+
+    @abstractmethod
+    def unpack(self, pieces: Sequence[torch.Tensor], full: torch.Tensor, world_size: int) -> None:
+        """Fill ``full``, of the shape of ``arrives_as`` or flat, in any dtype.
+
+        Args:
+            pieces: what arrived, each ``[holders, 1, n]``.
+            full: the tensor to fill.
+            world_size: ranks that share it.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from fullshard.comm import AllGatherInFlight, GatherConfig, Layout, default_all_gather
-from fullshard.comm.spi import FullTensors, OwnShards, as_arrived, rank_major
+from fullshard.comm.spi import FullTensors, OwnShards, rank_major
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.gather.strategy import GatherInputs
 from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, TwoLevelMeshInfo
@@ -111,7 +111,7 @@ class TwoLevelInputs(ComputeShards):
         """Return the stored part of the compute shard as a gather over the first axis rounds it."""
         assert self._compute is not None, "they were gathered"
         compute = self._compute.tensors[self.params.index(param)]
-        whole = as_arrived(compute, param.sent, param.mesh_info.shard_rank)
+        whole = param.sent.rounded(compute, param.mesh_info.shard_rank)
         return param.sharding.second_cut.shard_of(param.sharding.to_store(whole))
 
     @torch.no_grad()
@@ -149,7 +149,7 @@ class CutShards(OwnShards):
         self, full: Sequence[torch.Tensor], layout: Layout, few: FSDPMeshInfo, config: GatherConfig
     ) -> None:
         """Cut ``full``, which a gather of ``layout`` gave, over the ranks of ``few``."""
-        specs = tuple([spec.decoded for spec in layout.specs])  # codes are for all ranks
+        specs = tuple([spec.arrives_as for spec in layout.specs])
         shards = [few.shard_of(tensor, spec.dim) for tensor, spec in zip(full, specs, strict=True)]
         self._group = few.shard_process_group
         over_few = replace(config, process_group=self._group)

@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from fullshard.comm import AllGatherInFlight, GatherConfig, Layout, TensorSpec
-from fullshard.comm.spi import FullTensors, OwnShards, as_arrived, foreach_copy
+from fullshard.comm.spi import FullTensors, OwnShards, foreach_copy
 from fullshard.sharding.base.compat import local_shard_getter, retire_aliases
 from fullshard.sharding.base.memory import addresses_of, set_data
 from fullshard.sharding.base.policies import declares
@@ -277,7 +277,7 @@ class GatherInputs:
 
     def arrived(self, param: FSDPParam) -> torch.Tensor:
         """Return the stored shard of ``param`` with the values that a gather delivers."""
-        return as_arrived(param.shard, param.sent, param.mesh_info.shard_rank)
+        return param.sent.rounded(param.shard, param.mesh_info.shard_rank)
 
     def staged(self, config: GatherConfig) -> Sequence[torch.Tensor]:
         """Return each parameter's shard on the device, as the copy-in stream sees it.
