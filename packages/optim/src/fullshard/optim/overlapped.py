@@ -3,7 +3,7 @@
 ``OverlappedStep`` wraps an elementwise optimizer. In a backward under ``overlap()`` a group is
 stepped by a thread as soon as its gradients are reduced; ``step()`` waits for the thread and steps
 the rest. torch offers the same for one process as hooks after accumulation, without clipping,
-accumulation or errors on all ranks. ``early_gradients`` of sharding puts gradients in place.
+accumulation or errors on all ranks. ``early_gradients`` puts gradients in place.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from fullshard.optim.base.wrapping import (
     part_of,
     take_over,
 )
+from fullshard.optim.early_gradients import early_gradients
 from fullshard.sharding import rebind_optimizer
 from fullshard.sharding.spi import (
     Comparison,
-    early_gradients,
     sharded_of,
     steps_on_plain,
     untraced,

@@ -31,7 +31,7 @@ from fullshard.sharding.base.policies import declares
 from fullshard.sharding.base.stand_ins import StandIns
 from fullshard.sharding.base.tensors import PLAIN, is_plain, tensors_in
 from fullshard.sharding.groups.param_group import group_of
-from fullshard.sharding.hooks.early_gradients import early_gradients
+from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.lookup import groups_of, initialised_state, state_of, the_states
 from fullshard.sharding.hooks.module_state import ModuleState
 from fullshard.sharding.hooks.offload_errors import raise_lost_gradients
@@ -58,6 +58,7 @@ __all__ = [
     "ModuleState",
     "PlainReduce",
     "ReductionQueue",
+    "RootContext",
     "ShadowOptimizer",
     "ShardedModule",
     "ShardingSpec",
@@ -70,7 +71,6 @@ __all__ = [
     "declares",
     "device_of_mesh",
     "device_type_of",
-    "early_gradients",
     "flatten",
     "gradient_stores_of",
     "gradients_of",

@@ -162,8 +162,7 @@ class Schedule:
 
     Attributes:
         allows_kept_groups: whether a group may stay unsharded after a backward.
-        before_reduction: called before a group reduces as its backward ends, if it is set, as
-            ``early_gradients`` does.
+        before_reduction: called before a group reduces as its backward ends, if it is set.
         buckets: the groups that share launches.
     """
 

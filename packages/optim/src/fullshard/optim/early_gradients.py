@@ -12,8 +12,7 @@ from functools import partial
 
 from torch import nn
 
-from fullshard.sharding.hooks.context import RootContext
-from fullshard.sharding.hooks.lookup import the_states
+from fullshard.sharding.spi import RootContext, the_states
 
 __all__ = ["early_gradients"]
 
