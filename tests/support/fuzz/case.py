@@ -191,8 +191,8 @@ class _Trees:
             repeated=free and rng.random() < 0.15,
             checkpointing=rng.choice(ways),
         )
-        if self._world_size > 1 and not self._canonical and _is_misordered(node):
-            node = replace(node, checkpointing=Checkpointing.REENTRANT)
+        if self._world_size > 1 and not self._canonical:
+            node = _in_order(node, again=False)
         return node
 
     def _tie(self) -> int:
@@ -200,13 +200,26 @@ class _Trees:
         return self._rng.randrange(number) if number and self._rng.random() < 0.15 else -1
 
 
-def _is_misordered(region: NodeCase) -> bool:
+def _in_order(node: NodeCase, *, again: bool) -> NodeCase:
+    """Return ``node`` with reentrant regions in the place of misordered ones, in it and below it.
+
+    ``again``: a region around it runs it twice.
+    """
+    again |= node.repeated
+    node = replace(node, children=tuple(_in_order(each, again=again) for each in node.children))
+    if _is_misordered(node, again):
+        return replace(node, checkpointing=Checkpointing.REENTRANT)
+    return node
+
+
+def _is_misordered(region: NodeCase, again: bool) -> bool:
     """Return whether ranks may recompute a region before and after a hook in it gathers.
 
     Ranks that run what comes after the region's last sharded module recompute the region first,
     and so gather its first module. On the others, backward comes to the output of the last module
     first, and gathers that. Torch's own gathers the same, and then computes with wrong parameters.
-    A prefetch, or modules that stay unsharded, may hide it; both may change in a run.
+    A prefetch, or modules that stay unsharded, may hide it; both may change in a run. If the region
+    runs twice (``again``), ranks free its one module at different places.
     """
     if region.checkpointing is not Checkpointing.NOT_REENTRANT:
         return False
@@ -220,7 +233,7 @@ def _is_misordered(region: NodeCase) -> bool:
         elif inside and node.checkpointing is Checkpointing.REENTRANT:
             return False  # the inputs that it saved are recomputed before all in it
         elif node.sharded and skips:
-            return gathered + 1 < region.shards
+            return again or gathered + 1 < region.shards
         elif not node.children:
             return False  # all ranks recompute here
         else:

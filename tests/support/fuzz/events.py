@@ -115,6 +115,8 @@ def _freeze(pair: Pair) -> None:
         trains = not chosen.requires_grad
         for model in pair.models:  # after an error, modules may hold full parameters
             model.get_parameter(name).requires_grad_(trains)
+        if trains:
+            pair.forget_averages()  # which may have been made while it was frozen
 
 
 def _change_reshard(pair: Pair) -> None:
