@@ -246,8 +246,22 @@ def _train(shard: Callable[[nn.Module], object]) -> str:
     return "trained three steps to plain torch's losses, bit for bit"
 
 
+def prove_samehost() -> str:
+    """Is the default between several ranks, and moves nothing for one."""
+    from fullshard.comm.spi import DEFAULTS
+    from fullshard.samehost import AutomaticTransport, same_host_transport
+
+    _require(DEFAULTS[-1] == AutomaticTransport(), f"the default is {DEFAULTS[-1]}")
+    world = dist.group.WORLD
+    assert world is not None
+    said = str(same_host_transport(world))
+    _require(said == "SelfTransport()", f"one rank has {said}")
+    return "is the default between ranks"
+
+
 PROOFS: dict[str, Callable[[], str]] = {
     "fullshard-comm": prove_comm,
+    "fullshard-samehost": prove_samehost,
     "fullshard-wire": prove_wire,
     "fullshard-sharding": prove_sharding,
     "fullshard-policies": prove_policies,
@@ -334,6 +348,7 @@ _WHOLE = "fullshard"  # holds no code
 
 _LIBRARIES = (
     "fullshard-comm",
+    "fullshard-samehost",
     "fullshard-wire",
     "fullshard-sharding",
     "fullshard-policies",

@@ -22,6 +22,7 @@ __all__ = ["PACKAGES", "bare_attributes", "missing_from_pages", "on_pre_build", 
 
 PACKAGES = (
     "fullshard.comm",
+    "fullshard.samehost",
     "fullshard.wire",
     "fullshard.sharding",
     "fullshard.policies",

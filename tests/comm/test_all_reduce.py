@@ -9,8 +9,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard.comm import CollectiveMismatchError, EventKind, EventLog, debug_collectives, observe
 from fullshard.comm.collectives.all_reduce import all_reduce_numbers
-from fullshard.comm.same_host.same_host import AutomaticTransport
-from fullshard.comm.same_host.shared_group import shared_group
+from fullshard.samehost.automatic import AutomaticTransport
+from fullshard.samehost.group import shared_group
 from support.apart import private_memory
 from support.ranks import distributed, new_group, world
 

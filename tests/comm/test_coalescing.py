@@ -22,14 +22,14 @@ from fullshard.comm.collectives.coalescing import (
     coalescing_pays,
     configs_coalesce,
 )
-from fullshard.comm.same_host import same_host
+from fullshard.samehost import automatic
 from support.apart import private_memory
 from support.collectives import gather_config
 from support.ranks import distributed, new_group, world
 
 
 def make_config(comm: Any = None) -> GatherConfig:
-    comm = DefaultAllGather(transport=same_host.AutomaticTransport()) if comm is None else comm
+    comm = DefaultAllGather(transport=automatic.AutomaticTransport()) if comm is None else comm
     return gather_config(world(), comm)
 
 
@@ -53,7 +53,7 @@ class OwnAllocator:
 @distributed(2, 4)
 def test_what_counts_is_one_ranks_slice() -> None:
     ranks = dist.get_world_size()
-    with patch.object(same_host, "same_host_transport", lambda group: same_host._ALL_TO_ALL):
+    with patch.object(automatic, "same_host_transport", lambda group: automatic._ALL_TO_ALL):
         assert coalescing_pays(layout(64 << 10, ranks), make_config())
         assert not coalescing_pays(layout((64 << 10) + 16, ranks), make_config())
         assert not coalescing_pays(layout(0, ranks), make_config())
@@ -61,13 +61,13 @@ def test_what_counts_is_one_ranks_slice() -> None:
 
 @distributed(2)
 def test_ranks_that_share_memory_and_collectives_with_a_say_have_their_own_launches() -> None:
-    small, automatic = layout(16, 2), same_host.AutomaticTransport()
+    small, transport = layout(16, 2), automatic.AutomaticTransport()
     assert not coalescing_pays(small, make_config())
-    with patch.object(same_host, "same_host_transport", lambda group: same_host._ALL_TO_ALL):
+    with patch.object(automatic, "same_host_transport", lambda group: automatic._ALL_TO_ALL):
         assert coalescing_pays(small, make_config())
         for comm in (
             DefaultAllGather(transport=ProcessGroupTransport()),
-            DefaultAllGather(transport=automatic, allocator=OwnAllocator()),
+            DefaultAllGather(transport=transport, allocator=OwnAllocator()),
         ):
             assert not coalescing_pays(small, make_config(comm))
     with private_memory():
@@ -76,7 +76,7 @@ def test_ranks_that_share_memory_and_collectives_with_a_say_have_their_own_launc
 
 @distributed(2)
 def test_configs_coalesce_that_differ_in_their_names_only() -> None:
-    one, transport = make_config(), same_host.AutomaticTransport()
+    one, transport = make_config(), automatic.AutomaticTransport()
     assert configs_coalesce(one, replace(one, name="b", comm=DefaultAllGather(transport=transport)))
     assert not configs_coalesce(one, make_config())  # other streams
     assert not configs_coalesce(one, replace(one, comm=DefaultAllGather()))

@@ -12,15 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import (
-    DefaultAllGather,
-    PeerLostError,
-    TensorSpec,
-    all_gather_tensors,
-    set_shared_memory,
-)
+from fullshard.comm import DefaultAllGather, PeerLostError, TensorSpec, all_gather_tensors
 from fullshard.comm.runtime import process_watch
 from fullshard.comm.spi import all_reduce_numbers
+from fullshard.samehost import set_shared_memory
 from support.ranks import RanksFailed, distributed, run_on_ranks, world
 
 

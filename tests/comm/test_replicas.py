@@ -11,7 +11,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard.comm import (
     Layout,
-    SharedMemoryTransport,
     TensorSpec,
     all_reduce_shards,
     default_reduce_scatter,
@@ -19,7 +18,8 @@ from fullshard.comm import (
     reduction_scaling,
 )
 from fullshard.comm.collectives.replicas import AllReduceInFlight
-from fullshard.comm.same_host.shared_group import shared_group
+from fullshard.samehost import SharedMemoryTransport
+from fullshard.samehost.group import shared_group
 from support.collectives import reduce_config
 from support.ranks import cpu_mesh, distributed
 

@@ -20,13 +20,13 @@ from fullshard.comm import (
     Layout,
     PeerLostError,
     ProcessGroupTransport,
-    SharedMemoryTransport,
     TensorSpec,
 )
-from fullshard.comm.same_host.same_host import AutomaticTransport
-from fullshard.comm.same_host.shared_buffers import SharedTensors, foreach_all_gather_in_place
-from fullshard.comm.same_host.shared_segment import SegmentFile
+from fullshard.comm.collectives.in_place import SharedTensors, foreach_all_gather_in_place
 from fullshard.comm.transports.collective import Collective
+from fullshard.samehost import SharedMemoryTransport
+from fullshard.samehost.automatic import AutomaticTransport
+from fullshard.samehost.segment import SegmentFile
 from support.apart import private_memory
 from support.collectives import gather_config, shard_of
 from support.ranks import RanksFailed, distributed, run_on_ranks, world

@@ -14,12 +14,12 @@ from fullshard.comm import (
     DefaultReduceScatter,
     ProcessGroupTransport,
     SelfTransport,
-    SharedMemoryTransport,
     Transport,
 )
-from fullshard.comm.same_host.same_host import AutomaticTransport
 from fullshard.comm.transports.collective import Collective
 from fullshard.comm.transports.transport import adapted
+from fullshard.samehost import SharedMemoryTransport
+from fullshard.samehost.automatic import AutomaticTransport
 from support.ranks import distributed
 
 

@@ -58,7 +58,9 @@ def test_the_page_has_a_line_for_each_layer() -> None:
     text = (ROOT / "docs" / "install.md").read_text()
     last = {line.split()[-1] for line in re.findall(r"pip install ([^`\n]*)`", text)}
     wanted = {f"./packages/{each.folder.name}" for each in MEMBERS if each.is_library}
-    assert wanted - {"./packages/wire"} <= last  # which goes with any other line
+    assert (
+        wanted - {"./packages/wire", "./packages/samehost"} <= last
+    )  # which go with any other line
 
 
 def test_the_rooms_that_the_readme_of_comm_names_are_there() -> None:

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.checkpoint import save_safetensors
 from fullshard.comm import waiting
-from fullshard.comm.same_host.shared_group import SharedWork
 from fullshard.insight import OwnTimes, Phase, SlowRanks, compare_ranks, statistics
 from fullshard.policies import CanonicalOrder
+from fullshard.samehost.group import SharedWork
 from fullshard.sharding import fully_shard
 from support.ranks import cpu_mesh, distributed
 from support.slow_ranks import BLOCKS, Case, Clock, Net, build, run_case, train, usual_step

@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fullshard.comm import EventKind, EventLog, observe, set_shared_memory
+from fullshard.comm import EventKind, EventLog, observe
 from fullshard.optim import clip_grad_norm_, grad_norm
+from fullshard.samehost import set_shared_memory
 from fullshard.sharding import fully_shard
 from support.parity.compare import EXACT, assert_equal, full, gradients_of, rounding
 from support.parity.engines import shard, tell

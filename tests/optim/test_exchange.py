@@ -15,14 +15,13 @@ from fullshard.comm import (
     EventKind,
     EventLog,
     PeerLostError,
-    SharedMemoryTransport,
     debug_collectives,
     observe,
-    set_shared_memory,
 )
-from fullshard.comm.same_host.shared_group import shared_group
-from fullshard.comm.same_host.shared_signals import MessageKind
 from fullshard.optim.owners.exchange import ValueExchange
+from fullshard.samehost import SharedMemoryTransport, set_shared_memory
+from fullshard.samehost.group import shared_group
+from fullshard.samehost.signals import MessageKind
 from support.ranks import distributed
 
 CPU = torch.device("cpu")
@@ -90,7 +89,7 @@ def test_each_rank_gets_what_each_other_one_gave_it(
 def test_one_that_would_take_too_much_shared_memory_goes_through_the_process_group() -> None:
     exchange = ValueExchange({(0, 1): 5, (1, 0): 5}, torch.float32, CPU, world(), "values")
     before = shared_group(world()).launched
-    with patch("fullshard.optim.owners.exchange._MOST", 39):
+    with patch("fullshard.samehost.automatic._LARGEST_EXCHANGE", 39):
         exchange.launch(partial(fill, 0), nothing).wait()
     assert shared_group(world()).launched == before
     exchange.launch(partial(fill, 0), nothing).wait()

@@ -12,13 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.checkpoint.boxes import Box
-from fullshard.comm import (
-    SharedMemoryTransport,
-    set_shared_memory,
-)
 from fullshard.optim import Muon
 from fullshard.optim.newton_schulz import flops_of
 from fullshard.optim.owners.balance import owners_of
+from fullshard.samehost import SharedMemoryTransport, set_shared_memory
 from support.optim.shapes import Shapes, gradients, groups_of
 from support.optim.ways import WAYS, full_values, give
 from support.products import few

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm.same_host import same_host, shared_group, shared_peers
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy
+from fullshard.samehost import automatic, group, peers
 from fullshard.wire import Quantised, WirePolicy
 from support.apart import private_memory
 from support.parity.compare import EXACT, assert_equal, full, gradients_of, rounding
@@ -44,9 +44,9 @@ BY_HOSTS = WirePolicy(hosts=2)
 def two_hosts() -> Iterator[None]:
     """A context in which ranks 0 and 1 are on one host, 2 and 3 on another; forgotten after it."""
     with (
-        patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank() // 2}"),
-        patch.object(shared_group, "GROUPS", WeakKeyDictionary()),
-        patch.object(same_host, "_choices", WeakKeyDictionary()),
+        patch.object(peers, "host_identity", lambda: f"host {dist.get_rank() // 2}"),
+        patch.object(group, "GROUPS", WeakKeyDictionary()),
+        patch.object(automatic, "_choices", WeakKeyDictionary()),
     ):
         yield
 

@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.comm import set_shared_memory
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.preflight import Category, Plan, PlanError, plan, shard_blocks
 from fullshard.preflight.compat import lonely_group
 from fullshard.preflight.planning.memory.ledger import Ledger
 from fullshard.preflight.planning.memory.places import Places
 from fullshard.preflight.planning.world import axes_of
+from fullshard.samehost import set_shared_memory
 from fullshard.sharding import ShardingPlacements, fully_shard
 from fullshard.wire import Quantised, WirePolicy
 from support.modules import Assembled

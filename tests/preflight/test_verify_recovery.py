@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.comm import CollectiveMismatchError, SharedMemoryError, SharedMemoryTransport
-from fullshard.comm.same_host.same_host import shares_memory
+from fullshard.comm import CollectiveMismatchError
 from fullshard.preflight import Verdict, verify
+from fullshard.samehost import SharedMemoryError, SharedMemoryTransport
+from fullshard.samehost.automatic import shares_memory
 from fullshard.sharding import fully_shard
 from support.modules import Assembled
 from support.products import few

@@ -22,10 +22,9 @@ from fullshard.comm import (
     EventKind,
     EventLog,
     observe,
-    same_host_transport,
 )
-from fullshard.comm.same_host import shared_peers
 from fullshard.policies import CanonicalOrder, CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.samehost import peers, same_host_transport
 from fullshard.sharding import debug_mode, fully_shard
 from fullshard.sharding.hooks.lookup import the_state
 from support.apart import apart, private_memory
@@ -389,7 +388,7 @@ def test_a_parameter_that_one_rank_did_not_use_gets_its_gradient_and_one_that_no
 @distributed(4)
 def test_on_a_hybrid_mesh_gathers_join_and_reductions_do_not() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank()}"):
+    with patch.object(peers, "host_identity", lambda: f"host {dist.get_rank()}"):
         assert same_host_transport(mesh.get_group("shard")) == AllToAllTransport()
     together, alone = pair(mesh=mesh)
     _training(together, alone)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.installed import EXTENDING
+from fullshard.comm import installed
 from fullshard.sharding import (
     EXTENSIONS,
     ExtendedGroup,
@@ -80,7 +80,7 @@ def test_the_core_calls_each_method_at_one_place() -> None:
     assert found == dict.fromkeys(METHODS, 1)
 
 
-def test_the_core_names_packages_that_extend_it_in_one_constant_only() -> None:
+def test_the_core_names_packages_that_extend_it_in_one_file_only() -> None:
     names = [each.package for each in MEMBERS if each.package not in CORE_PACKAGES]
     assert {"fullshard.insight", "fullshard.policies"} <= {*names}
     sources = [each.folder / "src" for each in MEMBERS if each.name in CORE]
@@ -91,7 +91,8 @@ def test_the_core_names_packages_that_extend_it_in_one_constant_only() -> None:
         for name in names
         if re.search(rf"import.*{re.escape(name)}|[\"']{re.escape(name)}[\"']", path.read_text())
     }
-    assert found == {("installed.py", name) for name in EXTENDING}
+    named = (*installed.TRANSPORTS, *installed.EXTENSIONS)
+    assert found == {("installed.py", name) for name in named}
 
 
 STEP = [

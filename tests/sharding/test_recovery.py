@@ -21,13 +21,11 @@ from fullshard.comm import (
     DefaultAllGather,
     EventLog,
     ProcessGroupTransport,
-    SharedMemoryError,
     observe,
-    reset_shared_memory,
-    shared_memory_statistics,
 )
 from fullshard.comm.collectives.gather import FullTensors
 from fullshard.comm.collectives.reduce import ReducePlan
+from fullshard.samehost import SharedMemoryError, reset_shared_memory, shared_memory_statistics
 from fullshard.sharding import fully_shard, unsharded
 from support.failing import Planned, fail, failing
 from support.modules import Assembled

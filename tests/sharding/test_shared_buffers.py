@@ -26,11 +26,11 @@ from fullshard.comm import (
     EventKind,
     EventLog,
     ProcessGroupTransport,
-    SharedMemoryTransport,
     observe,
 )
-from fullshard.comm.same_host.shared_group import shared_group
-from fullshard.comm.same_host.shared_segment import SegmentFile
+from fullshard.samehost import SharedMemoryTransport
+from fullshard.samehost.group import shared_group
+from fullshard.samehost.segment import SegmentFile
 from fullshard.sharding import FSDPModule, fully_shard, unsharded
 from support.products import few
 from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks, world

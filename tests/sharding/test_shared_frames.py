@@ -17,13 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.comm import (
-    SharedMemoryStatistics,
-    debug_collectives,
-    set_shared_frames,
-    shared_memory_statistics,
-)
+from fullshard.comm import debug_collectives
 from fullshard.policies import DepthPrefetch
+from fullshard.samehost import SharedMemoryStatistics, set_shared_frames, shared_memory_statistics
 from fullshard.sharding import fully_shard, unsharded
 from support.apart import private_memory
 from support.modules import Assembled

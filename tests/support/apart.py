@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm import AllToAllTransport, same_host_transport, set_shared_memory
-from fullshard.comm.same_host import shared_peers
+from fullshard.comm import AllToAllTransport
+from fullshard.samehost import peers, same_host_transport, set_shared_memory
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def apart() -> Iterator[DeviceMesh]:
     """
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
-    with patch.object(shared_peers, "host_identity", lambda: f"host {dist.get_rank()}"):
+    with patch.object(peers, "host_identity", lambda: f"host {dist.get_rank()}"):
         assert same_host_transport(group) == AllToAllTransport()
     try:
         yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"apart_{group.group_name}",))

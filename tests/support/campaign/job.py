@@ -36,11 +36,11 @@ from fullshard.checkpoint import (
 from fullshard.checkpoint.memory import sending
 from fullshard.checkpoint.memory.contents import Contents
 from fullshard.checkpoint.saving import writing
-from fullshard.comm import set_shared_memory
 from fullshard.elastic import IntegrityChecks, IntegrityPolicy
 from fullshard.insight import SlowRanks
 from fullshard.optim import clip_grad_norm_
 from fullshard.policies import MixedPrecisionPolicy
+from fullshard.samehost import set_shared_memory
 from fullshard.sharding import fully_shard
 from support.campaign.faults import SAVED_AT, STEPS, Fault
 from support.elastic.faults import (

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import set_shared_memory
+from fullshard.samehost import set_shared_memory
 from support.counted.kinds import KINDS, Kind, adamw
 
 _STEPS = 5

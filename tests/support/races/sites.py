@@ -111,13 +111,12 @@ _KEEPING = re.compile(r"\bTensor\b|Buffer\b|FullTensors|InFlight|BufferedUnshard
 
 
 def sites() -> Counter[Site]:
-    """All places, with how often the same call stands there; not those in ``comm/same_host``."""
+    """All places, with how often the same call stands there."""
     found: Counter[Site] = Counter()
     for package in (fullshard.comm, fullshard.sharding):
         root = Path(package.__path__[0])
         for path in sorted(root.rglob("*.py")):
-            if path.parent.name != "same_host" or path.name == "lost_ranks.py":  # see _SAME_HOST
-                found.update(_in(ast.parse(path.read_text())))
+            found.update(_in(ast.parse(path.read_text())))
     return found
 
 

@@ -13,13 +13,13 @@ from fullshard.comm import (
     DefaultReduceScatter,
     ProcessGroupTransport,
     ReduceScatter,
-    same_host_transport,
 )
 from fullshard.comm.spi import require
 from fullshard.insight import statistics
 from fullshard.optim import clip_grad_norm_
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
 from fullshard.preflight import recompute_units
+from fullshard.samehost import same_host_transport
 from fullshard.sharding import FSDPModule, fully_shard
 from fullshard_bench.contestants.fsdp_options import fsdp_options
 from fullshard_bench.contestants.training import (

@@ -25,9 +25,9 @@ import torch.multiprocessing as multiprocessing
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm import set_shared_memory
 from fullshard.optim import FileTier, OffloadedOptimizer, OverlappedStep
 from fullshard.policies import FileOffloadPolicy, OffloadPolicy
+from fullshard.samehost import set_shared_memory
 from fullshard.sharding import Offload, fully_shard
 from fullshard_bench.errors import BenchError
 from fullshard_bench.launching.machine import describe_machine, describe_versions

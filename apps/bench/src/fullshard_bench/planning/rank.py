@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from fullshard.comm import set_shared_memory
 from fullshard.preflight import measure_links
+from fullshard.samehost import set_shared_memory
 from fullshard_bench.contestants.sharded import build_fullshard
 from fullshard_bench.errors import exit_code
 from fullshard_bench.launching.arena import real_arena

@@ -20,6 +20,7 @@ from fullshard.comm.collectives.gather import (
     foreach_all_gather_copy_out,
 )
 from fullshard.comm.collectives.lists import all_gather_tensors, reduce_scatter_tensors
+from fullshard.comm.collectives.lost_ranks import PeerLostError
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight, foreach_reduce
 from fullshard.comm.collectives.replicas import all_reduce_shards
 from fullshard.comm.debug.debug import check_collective, debug_collectives, set_debug_collectives
@@ -37,18 +38,6 @@ from fullshard.comm.runtime.observer import (
     observe,
 )
 from fullshard.comm.runtime.streams import CommStreams
-from fullshard.comm.same_host.same_host import (
-    SharedMemoryStatistics,
-    default_all_gather,
-    default_reduce_scatter,
-    reset_shared_memory,
-    same_host_transport,
-    set_shared_memory,
-    shared_memory_statistics,
-)
-from fullshard.comm.same_host.shared_frames import set_shared_frames
-from fullshard.comm.same_host.shared_memory import SharedMemoryTransport
-from fullshard.comm.same_host.shared_signals import PeerLostError, SharedMemoryError
 from fullshard.comm.transports.all_to_all import AllToAllTransport
 from fullshard.comm.transports.collective import (
     AllGather,
@@ -58,6 +47,10 @@ from fullshard.comm.transports.collective import (
 )
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 from fullshard.comm.transports.contribution import PartsReducer
+from fullshard.comm.transports.default import (
+    default_all_gather,
+    default_reduce_scatter,
+)
 from fullshard.comm.transports.transport import (
     GatherBuffer,
     ProcessGroupTransport,
@@ -98,9 +91,6 @@ __all__ = [
     "ReduceScatter",
     "ReducedShards",
     "SelfTransport",
-    "SharedMemoryError",
-    "SharedMemoryStatistics",
-    "SharedMemoryTransport",
     "StatisticsObserver",
     "SymmetricMemoryAllocator",
     "TensorSpec",
@@ -118,11 +108,6 @@ __all__ = [
     "observe",
     "reduce_scatter_tensors",
     "reduction_scaling",
-    "reset_shared_memory",
-    "same_host_transport",
     "set_debug_collectives",
-    "set_shared_frames",
-    "set_shared_memory",
-    "shared_memory_statistics",
     "waiting",
 ]

@@ -9,15 +9,18 @@ import functools
 import importlib
 import importlib.util
 
-__all__ = ["EXTENDING", "import_extending"]
+__all__ = ["EXTENSIONS", "TRANSPORTS", "import_installed"]
 
-EXTENDING = ("fullshard.insight",)
-"""The packages: the only place of the core that names one."""
+TRANSPORTS = ("fullshard.samehost",)
+"""The packages that have a default transport, imported where one is asked for."""
+
+EXTENSIONS = ("fullshard.insight",)
+"""The packages that extend parameter groups, imported at the first ``fully_shard``."""
 
 
 @functools.cache
-def import_extending() -> None:
-    """Import each of ``EXTENDING`` that is installed; later calls do nothing."""
-    for name in EXTENDING:
+def import_installed(names: tuple[str, ...]) -> None:
+    """Import each of ``names`` that is installed; later calls do nothing."""
+    for name in names:
         if importlib.util.find_spec(name) is not None:
             importlib.import_module(name)

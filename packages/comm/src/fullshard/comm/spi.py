@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fullshard.comm.buffers.buffers import BlockPool, Buffer, BufferSource
+from fullshard.comm.buffers.idle import IDLE
 from fullshard.comm.buffers.packing import pack_gradients
 from fullshard.comm.collectives.all_reduce import all_reduce_numbers
 from fullshard.comm.collectives.coalescing import (
@@ -11,17 +12,24 @@ from fullshard.comm.collectives.coalescing import (
     configs_coalesce,
 )
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
+from fullshard.comm.collectives.in_place import (
+    SharedGatherInFlight,
+    SharedTensors,
+    foreach_all_gather_in_place,
+)
+from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.comm.collectives.replicas import AllReduceInFlight, SecondReduceInFlight
 from fullshard.comm.debug.calls import Call
 from fullshard.comm.debug.debug import (
     DEBUGGED,
+    POISON,
     is_debugging,
     leave_collectives,
     resume_collectives,
 )
 from fullshard.comm.debug.desync import DesyncDetector
-from fullshard.comm.installed import import_extending
+from fullshard.comm.installed import EXTENSIONS, TRANSPORTS, import_installed
 from fullshard.comm.layouts.layout import PacksItself, pieces_of, rank_major
 from fullshard.comm.layouts.scaling import backend_averages, op_name
 from fullshard.comm.layouts.views import full_views, own_mask, shard_views
@@ -34,59 +42,68 @@ from fullshard.comm.runtime.compat import (
     foreach_norm,
     foreach_scale,
     timeout_of,
+    without_grad,
 )
 from fullshard.comm.runtime.devices import DeviceTraits, can_pin, simulated, traits_of
 from fullshard.comm.runtime.host_reads import host_reads_by, host_values
-from fullshard.comm.runtime.observer import LISTENERS, TIMELINES, WATCHERS, Mark, emit, mark
+from fullshard.comm.runtime.observer import (
+    LISTENERS,
+    TIMELINES,
+    WATCHERS,
+    Mark,
+    emit,
+    mark,
+    marked_wait,
+)
 from fullshard.comm.runtime.process_exit import finish_threads_at_exit
-from fullshard.comm.runtime.process_watch import record_process
+from fullshard.comm.runtime.process_watch import host_identity, record_process
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.required import require
 from fullshard.comm.runtime.streams import StreamEvent
-from fullshard.comm.runtime.works import SeveralWorks
-from fullshard.comm.same_host.lost_ranks import raise_located
-from fullshard.comm.same_host.same_host import AutomaticTransport, shares_memory
-from fullshard.comm.same_host.shared_buffers import (
-    SharedGatherInFlight,
-    SharedTensors,
-    foreach_all_gather_in_place,
-)
-from fullshard.comm.same_host.shared_frames import FRAMES, release_frames
-from fullshard.comm.same_host.shared_signals import NoRoomError
+from fullshard.comm.runtime.works import SeveralWorks, awaited
 from fullshard.comm.transports.all_to_all import all_to_all, exchange, is_served
-from fullshard.comm.transports.collective import Route
-from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
+from fullshard.comm.transports.collective import EPOCH, Route
+from fullshard.comm.transports.contribution import Contribution, Rows, Span
+from fullshard.comm.transports.default import DEFAULTS, default_transport
+from fullshard.comm.transports.rank_order import check_reduction, is_reduction, reduce_in_rank_order
 
 __all__ = [
     "DEBUGGED",
-    "FRAMES",
+    "DEFAULTS",
+    "EPOCH",
+    "EXTENSIONS",
+    "IDLE",
     "LISTENERS",
     "NOTHING",
+    "POISON",
     "TIMELINES",
+    "TRANSPORTS",
     "WATCHERS",
     "AllReduceInFlight",
-    "AutomaticTransport",
     "BlockPool",
     "Buffer",
     "BufferSource",
     "Call",
     "CommandParser",
+    "Contribution",
     "DesyncDetector",
     "DeviceTraits",
     "FullTensors",
     "Mark",
-    "NoRoomError",
     "OwnShards",
     "PacksItself",
     "ReducePlan",
     "Route",
+    "Rows",
     "SecondReduceInFlight",
     "SeveralWorks",
     "SharedGatherInFlight",
     "SharedTensors",
+    "Span",
     "StreamEvent",
     "all_reduce_numbers",
     "all_to_all",
+    "awaited",
     "backend_averages",
     "backend_names",
     "can_pin",
@@ -95,6 +112,7 @@ __all__ = [
     "coalesced_cap_mb",
     "coalescing_pays",
     "configs_coalesce",
+    "default_transport",
     "emit",
     "exchange",
     "finish_threads_at_exit",
@@ -105,14 +123,17 @@ __all__ = [
     "foreach_scale",
     "full_views",
     "host_carrier_of",
+    "host_identity",
     "host_reads_by",
     "host_values",
-    "import_extending",
+    "import_installed",
     "is_debugging",
     "is_profiled",
+    "is_reduction",
     "is_served",
     "leave_collectives",
     "mark",
+    "marked_wait",
     "named_range",
     "op_name",
     "own_mask",
@@ -122,12 +143,11 @@ __all__ = [
     "rank_major",
     "record_process",
     "reduce_in_rank_order",
-    "release_frames",
     "require",
     "resume_collectives",
     "shard_views",
-    "shares_memory",
     "simulated",
     "timeout_of",
     "traits_of",
+    "without_grad",
 ]

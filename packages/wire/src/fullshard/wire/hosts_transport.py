@@ -34,10 +34,10 @@ from fullshard.comm import (
     default_all_gather,
 )
 from fullshard.comm.spi import (
-    AutomaticTransport,
     SeveralWorks,
     all_to_all,
     check_reduction,
+    default_transport,
     exchange,
     is_served,
     reduce_in_rank_order,
@@ -46,8 +46,6 @@ from fullshard.comm.spi import (
 from fullshard.wire.hosts import Grid, Hosts, Level, Levels, given_grid, levels_of
 
 __all__ = ["HostsTransport", "Parts", "gather_by_hosts"]
-
-_AUTOMATIC = AutomaticTransport()
 
 
 class Parts(Protocol):
@@ -73,7 +71,7 @@ class Parts(Protocol):
 class HostsTransport(Transport):
     """Sums inside hosts before anything leaves them, and shares there what arrives.
 
-    ``AutomaticTransport`` is used where all ranks are on one host, or each is on its own.
+    The default transport is used where all ranks are on one host, or each is on its own.
 
     Attributes:
         hosts: ranks of each host, consecutive in the world, or "names": by the hosts' names.
@@ -98,7 +96,8 @@ class HostsTransport(Transport):
         """
         levels = levels_of(process_group, self.hosts)
         if levels is None:
-            return _AUTOMATIC.all_gather(output, input, process_group, async_op)
+            transport = default_transport(process_group)
+            return transport.all_gather(output, input, process_group, async_op)
         _check_sizes(output, input, process_group)
         if input.numel() == 0:
             return None
@@ -129,7 +128,8 @@ class HostsTransport(Transport):
         """
         levels = levels_of(process_group, self.hosts)
         if levels is None:
-            return _AUTOMATIC.reduce_scatter(output, input, process_group, op, async_op)
+            transport = default_transport(process_group)
+            return transport.reduce_scatter(output, input, process_group, op, async_op)
         check_reduction(op, input.dtype)
         _check_sizes(input, output, process_group)
         if input.numel() == 0:
@@ -144,7 +144,7 @@ class HostsTransport(Transport):
         """Return what pays between ranks of one place. A collective call, as the others."""
         levels = levels_of(process_group, self.hosts)
         group = process_group if levels is None else levels.gathers.between
-        return _AUTOMATIC.coalesced_up_to(group, device)
+        return default_transport(group).coalesced_up_to(group, device)
 
     def open_shared_buffer(
         self, process_group: dist.ProcessGroup, nbytes: int
@@ -152,7 +152,7 @@ class HostsTransport(Transport):
         """Return memory that all ranks map, if they are on one host. A collective call."""
         if levels_of(process_group, self.hosts) is not None:
             return None
-        return _AUTOMATIC.open_shared_buffer(process_group, nbytes)
+        return default_transport(process_group).open_shared_buffer(process_group, nbytes)
 
 
 def gather_by_hosts(hosts: Hosts, process_group: dist.ProcessGroup) -> AllGather:
@@ -227,7 +227,8 @@ class _Gather:
 
     def _share(self, host: int) -> None:
         own = self._of_place(host)
-        _AUTOMATIC.all_gather(self._of_host(host), own, self._level.inside, False)
+        inside = self._level.inside
+        default_transport(inside).all_gather(self._of_host(host), own, inside, False)
 
     def _land(self) -> None:
         if self.host_major is not self._output:
@@ -240,9 +241,10 @@ class _Gather:
         """Run all steps in order on the current stream."""
         level, numel = self._level, self._input.numel()
         column = self._input.new_empty(self._grid.hosts * numel)
-        _AUTOMATIC.all_gather(column, self._input, level.between, False)
+        default_transport(level.between).all_gather(column, self._input, level.between, False)
+        inside = default_transport(level.inside)
         for host, shard in enumerate(column.split(numel)):
-            _AUTOMATIC.all_gather(self._of_host(host), shard, level.inside, False)
+            inside.all_gather(self._of_host(host), shard, level.inside, False)
         self._land()
 
 
@@ -281,7 +283,8 @@ class _Reduction:
         """Run all steps in order on the current stream."""
         level, sums = self._level, self._summed(False)
         if self._parts is None and traits_of(sums.device).queued:  # the backend's own is fastest
-            _AUTOMATIC.reduce_scatter(self._output, sums, level.between, self._op, False)
+            between = default_transport(level.between)
+            between.reduce_scatter(self._output, sums, level.between, self._op, False)
             return
         sent = self._sent(sums)
         arrived = torch.empty_like(sent)
@@ -297,8 +300,9 @@ class _Reduction:
         size = grid.hosts * numel
         # Memory of a stream's own allocator, which knows when it is free.
         sums = level.take(size, given.dtype, given.device) if async_op else given.new_empty(size)
+        inside = default_transport(level.inside)
         works = [
-            _AUTOMATIC.reduce_scatter(total, parts, level.inside, self._op, async_op)
+            inside.reduce_scatter(total, parts, level.inside, self._op, async_op)
             for total, parts in zip(sums.split(numel), given.chunk(grid.hosts), strict=True)
         ]
         SeveralWorks([work for work in works if work is not None]).wait()

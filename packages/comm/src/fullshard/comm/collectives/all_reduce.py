@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.debug.debug import check_collective
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.carriers import carrier_of
 from fullshard.comm.runtime.observer import EventKind, Mark, emit, marked_wait
-from fullshard.comm.same_host.lost_ranks import raise_located
-from fullshard.comm.same_host.same_host import AutomaticTransport, shares_memory
+from fullshard.comm.transports.default import default_transport
 
 __all__ = ["all_reduce_numbers"]
 
@@ -53,8 +53,9 @@ def all_reduce_numbers(
     check_collective(EventKind.ALL_REDUCE, name, process_group, nbytes=nbytes)
     emit(EventKind.ALL_REDUCE, name, rank=process_group.rank(), nbytes=nbytes, stream="current")
     with marked_wait(Mark.WAIT, f"sum of {name or 'numbers'}"):
-        if shares_memory(process_group, numbers.device) and numbers.numel():
-            AutomaticTransport().all_reduce(numbers, op, process_group, False)
+        transport = default_transport(process_group)
+        if numbers.numel() and transport.is_set_up(process_group, numbers.device):
+            transport.all_reduce(numbers, op, process_group, False)
             return
         sent = numbers.to(carrier_of(process_group, numbers.device))
         try:

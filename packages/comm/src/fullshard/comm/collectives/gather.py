@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer
+from fullshard.comm.collectives.lost_ranks import raise_located, wait_for
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout, PacksItself, TensorSpec
@@ -22,7 +23,6 @@ from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
-from fullshard.comm.same_host.lost_ranks import raise_located, wait_for
 from fullshard.comm.transports.collective import EPOCH, Route
 from fullshard.comm.transports.config import GatherConfig
 

@@ -17,9 +17,9 @@ from fullshard.comm.layouts.layout import TensorSpec, rank_major
 from fullshard.comm.layouts.scaling import backend_averages, reduction_scaling
 from fullshard.comm.runtime.required import require
 from fullshard.comm.runtime.streams import CommStreams, canonical_device
-from fullshard.comm.same_host.same_host import default_all_gather, default_reduce_scatter
 from fullshard.comm.transports.collective import AllGather, ReduceScatter
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
+from fullshard.comm.transports.default import default_all_gather, default_reduce_scatter
 
 __all__ = ["all_gather_tensors", "reduce_scatter_tensors"]
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer, allocate_from
 from fullshard.comm.buffers.packing import pack_gradients
+from fullshard.comm.collectives.lost_ranks import raise_located, wait_for
 from fullshard.comm.debug.debug import DEBUGGED, check_layout, check_unpoisoned, is_debugging
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
@@ -25,7 +26,6 @@ from fullshard.comm.runtime.devices import traits_of
 from fullshard.comm.runtime.observer import LISTENERS
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
-from fullshard.comm.same_host.lost_ranks import raise_located, wait_for
 from fullshard.comm.transports.collective import EPOCH, Route, require_work
 from fullshard.comm.transports.config import ReduceConfig
 from fullshard.comm.transports.contribution import Contribution, PartsReducer

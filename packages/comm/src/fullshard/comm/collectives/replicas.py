@@ -2,7 +2,7 @@
 
 Owns: the all-reduce over replicas of a shard, or the reduce-scatter that cuts a shard again, on a
 stream of its own; and partial results that wait for a later reduction. Refuses: knowing a mesh,
-deciding when to skip, and choosing who moves the bytes (see ``AutomaticTransport``).
+deciding when to skip, and choosing who moves the bytes (see ``default_transport``).
 
 [Note: order of all-reduces] What follows no handle (on a device with streams, or where a rank
 shards alone) is launched at once. Otherwise a rank cannot launch an all-reduce before its
@@ -24,13 +24,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.collectives.lost_ranks import raise_located, wait_for
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight, ReducePlan
 from fullshard.comm.debug.debug import check_layout
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime.compat import without_grad
 from fullshard.comm.runtime.observer import EventKind, emit
-from fullshard.comm.same_host.lost_ranks import raise_located, wait_for
-from fullshard.comm.same_host.same_host import AutomaticTransport
+from fullshard.comm.transports.default import default_transport
 
 __all__ = ["AllReduceInFlight", "SecondReduceInFlight", "all_reduce_shards"]
 
@@ -66,7 +66,7 @@ class AllReduceInFlight:
                 name = config.name
                 emit(EventKind.ALL_REDUCE, name, rank=rank, nbytes=nbytes, stream="all_reduce")
                 try:
-                    self._work = AutomaticTransport().all_reduce(
+                    self._work = default_transport(group).all_reduce(
                         output, scaling.op, group, streams.asynchronous_work
                     )
                 except RuntimeError as error:

@@ -3,7 +3,7 @@
 Owns: the all-to-all, a transport that reduces by it, and the memory in which parts arrive. Gloo's
 own reduce-scatter adds on the way, in steps that wait for each other; an all-to-all sends every
 byte once, at once, and what has arrived is added in rank order, bf16 and fp16 in fp32. Refuses:
-choosing itself (see ``same_host``).
+choosing itself (see ``fullshard.samehost``).
 
 [Note: order of messages] Gloo sends a message once its receiver has asked for it, and a rank asks
 on the connection that carries what it sends itself. Gloo's own all-to-all, and its all-gather of

@@ -2,8 +2,8 @@
 
 ``AllGather`` and ``ReduceScatter`` are the interfaces, with torch's signatures. A user's own object
 needs only their methods. The defaults are a transport and an allocator, each of them replaceable.
-``Collective`` finds once what the engine may do with a collective. ``same_host`` chooses the
-transport of a process group.
+``Collective`` finds once what the engine may do with a collective. ``default`` has the transport of
+a process group for which nobody chose one.
 """
 
 from __future__ import annotations

@@ -127,6 +127,28 @@ class Transport(MovesBuffers, ABC):
         """Return the size of a rank's slice, in bytes, up to which collectives share a launch."""
         return 0
 
+    def is_set_up(self, process_group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Return whether small tensors had better go this way, for which all is set up.
+
+        The same on all ranks; it communicates nothing.
+        """
+        return False
+
+    def exchange(
+        self,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        nbytes: int,
+        write: Callable[[torch.Tensor], None],
+        read: Callable[[torch.Tensor], None],
+    ) -> dist.Work | None:
+        """Return an exchange in flight through memory that all ranks map, or None on all ranks.
+
+        Each rank writes its parts of the memory, ``[nbytes]`` uint8, at once, and reads those of
+        others in the handle's ``wait()`` or before.
+        """
+        return None
+
     def open_shared_buffer(
         self, process_group: dist.ProcessGroup, nbytes: int
     ) -> GatherBuffer | None:

@@ -16,16 +16,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import EventKind, PeerLostError, SharedMemoryTransport, check_collective
-from fullshard.comm.spi import AutomaticTransport, NoRoomError, SeveralWorks, emit, shares_memory
+from fullshard.comm import EventKind, PeerLostError, check_collective
+from fullshard.comm.spi import SeveralWorks, default_transport, emit
 
 __all__ = ["Access", "ExchangeInFlight", "ValueExchange"]
 
 Access = Callable[[Mapping[int, torch.Tensor]], None]
 """What a caller does with its values, flat, by the rank that they go to or come from."""
-
-_MOST = 1 << 28
-"""Bytes of the largest exchange through shared memory, which keeps room for two like it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,8 @@ class ValueExchange:
             if taker == rank:
                 taken[giver] = slice(end - numel, end)
         self._given, self._taken = dict(sorted(given.items())), dict(sorted(taken.items()))
-        AutomaticTransport().resolve(process_group, device)
+        self._transport = default_transport(process_group)
+        self._transport.resolve(process_group, device)
 
     def launch(self, write: Access, read: Access) -> ExchangeInFlight:
         """Start it: a collective call.
@@ -100,21 +98,18 @@ class ValueExchange:
         check_collective(EventKind.ALL_TO_ALL, name, group, nbytes=self._nbytes)
         sent = self._dtype.itemsize * sum(map(_length, self._given.values()))
         emit(EventKind.ALL_TO_ALL, name, rank=dist.get_rank(), nbytes=sent)
-        if 0 < self._nbytes <= _MOST and shares_memory(group, self._device):
-            try:
-                with _saying_where(name):
-                    return ExchangeInFlight(self._through_memory(write, read), name)
-            except NoRoomError:  # on all ranks
-                pass
-        return ExchangeInFlight(self._all_to_all(write, read), name)
+        with _saying_where(name):
+            work = self._through_memory(write, read)
+        return ExchangeInFlight(work or self._all_to_all(write, read), name)
 
-    def _through_memory(self, write: Access, read: Access) -> dist.Work:
+    def _through_memory(self, write: Access, read: Access) -> dist.Work | None:
         def access(use: Access, places: Mapping[int, slice], region: torch.Tensor) -> None:
             values = region.view(self._dtype)
             use({rank: values[place] for rank, place in places.items()})
 
-        return SharedMemoryTransport().exchange(
+        return self._transport.exchange(
             self._process_group,
+            self._device,
             self._nbytes,
             partial(access, write, self._given),
             partial(access, read, self._taken),

@@ -22,15 +22,15 @@ from torch import nn
 from fullshard.comm import (
     CollectiveMismatchError,
     EventKind,
-    SharedMemoryError,
+    PeerLostError,
     debug_collectives,
-    same_host_transport,
-    set_shared_memory,
 )
-from fullshard.comm.spi import Call, DesyncDetector, shares_memory
+from fullshard.comm.spi import Call, DesyncDetector
 from fullshard.policies import CanonicalOrder
 from fullshard.preflight.compat import default_store
 from fullshard.preflight.verification.names import clean
+from fullshard.samehost import SharedMemoryError, same_host_transport, set_shared_memory
+from fullshard.samehost.spi import shares_memory
 from fullshard.sharding import ShardedState
 from fullshard.sharding.spi import state_of
 
@@ -62,7 +62,9 @@ def recovering(run: Callable[[], _T]) -> _T:
         try:
             return run()
         except Exception as error:
-            if not any(_tells_of(kind, error) for kind in (SharedMemoryError, _UnmetError)):
+            if not any(
+                _tells_of(kind, error) for kind in (SharedMemoryError, PeerLostError, _UnmetError)
+            ):
                 raise
             _parted.add(world)
     same_host_transport(world)  # so that the next line has the user's setting

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from fullshard.comm.spi import release_frames
+from fullshard.comm.spi import IDLE
 from fullshard.sharding.access.full_params import FullParams, Mode
 from fullshard.sharding.access.state_dict import require_between_steps
 from fullshard.sharding.base.checks import require_bool
@@ -152,7 +152,8 @@ def _release(own: Sequence[FullParams]) -> None:
     for full in own:
         full.release()
         _opened.pop(full.group, None)
-    release_frames()
+    for give_back in IDLE:
+        give_back()
 
 
 def _groups_of(

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from fullshard.comm.spi import import_extending
+from fullshard.comm.spi import EXTENSIONS, import_installed
 from fullshard.sharding.access.state_dict import attach_state_dict_hooks
 from fullshard.sharding.api.managed import Managed
 from fullshard.sharding.api.module import FSDPModule, mixed_class_of
@@ -53,7 +53,7 @@ def construct(
         policies: what is asked of the user.
         mixin: what the modules' classes will extend.
     """
-    import_extending()
+    import_installed(EXTENSIONS)
     mesh_info = placed.mesh_info
     device = device_of_mesh(mesh_info.mesh)
     context = RootContext(device)

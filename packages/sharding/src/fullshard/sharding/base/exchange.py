@@ -21,11 +21,10 @@ from fullshard.comm import (
     waiting,
 )
 from fullshard.comm.spi import (
-    AutomaticTransport,
+    default_transport,
     host_carrier_of,
     host_values,
     raise_located,
-    shares_memory,
 )
 
 __all__ = ["numbers_of_ranks", "objects_of_ranks"]
@@ -78,8 +77,9 @@ def _gathered(
         return all_gather_tensors([sent], [spec], process_group, comm=plug_in)[0].view(own.dtype)
     # filled with our own, so that a process group that moves nothing finds agreement
     gathered = own.repeat(world_size)
-    shared = shares_memory(process_group, own.device)  # sockets take ten times as long
-    transport = AutomaticTransport() if shared else ProcessGroupTransport()
+    transport = default_transport(process_group)
+    if not transport.is_set_up(process_group, own.device):
+        transport = ProcessGroupTransport()
     try:
         transport.all_gather(gathered, own, process_group, False)
     except RuntimeError as error:

@@ -25,7 +25,7 @@ import torch
 from fullshard.comm import CommStreams
 from fullshard.comm.spi import (
     DEBUGGED,
-    FRAMES,
+    IDLE,
     NOTHING,
     TIMELINES,
     Mark,
@@ -33,7 +33,6 @@ from fullshard.comm.spi import (
     is_profiled,
     leave_collectives,
     mark,
-    release_frames,
     resume_collectives,
 )
 from fullshard.sharding.base.compat import current_graph_task, functorch_is_active, untraced
@@ -186,8 +185,8 @@ class RootContext:
             self.schedule.end(backward=False)
         for group in self.groups:
             group.end_of_forward()
-        if FRAMES and not torch.is_grad_enabled():  # else backward follows
-            release_frames()
+        for give_back in () if torch.is_grad_enabled() else IDLE:  # else backward follows
+            give_back()
         if self._fallible and not (raised or torch.is_grad_enabled()):
             offload_errors.raise_errors_of_ranks(self._fallible, self.shared.queue)
         if raised:
@@ -323,8 +322,8 @@ class RootContext:
                 each.on_commit()
         finally:
             self.shared.streams.collect_all()
-            if FRAMES:
-                release_frames()
+            for give_back in IDLE:
+                give_back()
 
     def finalize_backward(self) -> None:
         """Finish the backward of every group now, outside of a backward; ``commit`` follows.

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.collectives.lost_ranks import raise_located, wait_for
 from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.observer import LISTENERS, EventKind
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
-from fullshard.comm.same_host.lost_ranks import raise_located, wait_for
 from fullshard.comm.transports.config import GatherConfig
 from fullshard.comm.transports.transport import GatherBuffer
 

@@ -27,6 +27,8 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
+from fullshard.comm import PeerLostError
+
 __all__ = [
     "FORMAT",
     "MOST_AHEAD",
@@ -35,7 +37,6 @@ __all__ = [
     "MessageKind",
     "NoRoomError",
     "Peer",
-    "PeerLostError",
     "SharedMemoryError",
 ]
 
@@ -98,28 +99,6 @@ _FAILURES = {
     MessageKind.LATE: "did not come in time",
     MessageKind.DIFFERS: "came to another collective",
 }
-
-
-class PeerLostError(SharedMemoryError):
-    """A rank ended, failed, or did not come in time, while others wait for it.
-
-    Attributes:
-        rank: its rank in the default process group.
-        kind: what it did: ``ENDED``, ``LATE`` or ``DIFFERS``.
-    """
-
-    def __init__(self, message: str, rank: int, kind: int) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.kind = kind
-
-    def say_where(self, collective: str, name: str) -> None:
-        """Let the message say, too, in which collective, and of whose tensors, this rank was."""
-        self.args = (f"{self} This rank was in the {collective} of {name or 'tensors'}.",)
-
-    def __reduce__(self) -> tuple[type[PeerLostError], tuple[str, int, int]]:
-        """Pickles, for those who send errors between processes."""
-        return type(self), (str(self), self.rank, self.kind)
 
 
 class Message(NamedTuple):

@@ -21,13 +21,12 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.layouts.scaling import ReduceOp, op_name
-from fullshard.comm.same_host.shared_collective import SharedCollective
-from fullshard.comm.same_host.shared_group import SharedGroup
-from fullshard.comm.same_host.shared_segment import aligned
-from fullshard.comm.same_host.shared_signals import SPANS, MessageKind, Peer
-from fullshard.comm.transports.contribution import Contribution, Span
-from fullshard.comm.transports.rank_order import reduce_in_rank_order
+from fullshard.comm import ReduceOp
+from fullshard.comm.spi import Contribution, Span, op_name, reduce_in_rank_order
+from fullshard.samehost.collective import SharedCollective
+from fullshard.samehost.group import SharedGroup
+from fullshard.samehost.segment import aligned
+from fullshard.samehost.signals import SPANS, MessageKind, Peer
 
 __all__ = ["all_reduction_of", "gather_of", "launch_reduction", "launch_whole_or_in_spans"]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.comm.debug.desync import CollectiveMismatchError
-from fullshard.comm.same_host.shared_signals import Message, MessageKind
+from fullshard.comm import CollectiveMismatchError
+from fullshard.samehost.signals import Message, MessageKind
 
 __all__ = ["Pending", "SharedCollective", "gather_in_place", "mismatch"]
 

@@ -17,20 +17,17 @@ from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from fullshard.comm.debug.desync import CollectiveMismatchError
-from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.observer import TIMELINES, Mark, marked_wait
-from fullshard.comm.runtime.ranges import NOTHING
-from fullshard.comm.same_host.shared_collective import Pending, SharedCollective, mismatch
-from fullshard.comm.same_host.shared_peers import connect
-from fullshard.comm.same_host.shared_segment import SegmentFile
-from fullshard.comm.same_host.shared_signals import (
+from fullshard.comm import CollectiveMismatchError, PeerLostError
+from fullshard.comm.spi import NOTHING, TIMELINES, Mark, marked_wait, timeout_of
+from fullshard.samehost.collective import Pending, SharedCollective, mismatch
+from fullshard.samehost.peers import connect
+from fullshard.samehost.segment import SegmentFile
+from fullshard.samehost.signals import (
     FORMAT,
     Message,
     MessageKind,
     NoRoomError,
     Peer,
-    PeerLostError,
     SharedMemoryError,
 )
 
@@ -145,7 +142,7 @@ class Channel:
         """Seconds to wait for a rank: the timeout of the process group."""
         process_group = self._process_group()
         if process_group is not None:
-            self._patience = compat.timeout_of(process_group)
+            self._patience = timeout_of(process_group)
         return self._patience.total_seconds()
 
     def check(self) -> None:

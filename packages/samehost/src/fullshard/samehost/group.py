@@ -20,19 +20,19 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.debug.debug import DEBUGGED, is_debugging
-from fullshard.comm.runtime.compat import without_grad
-from fullshard.comm.same_host.shared_channel import Channel, NotHalfway, map_together
-from fullshard.comm.same_host.shared_collective import (
+from fullshard.comm import PeerLostError
+from fullshard.comm.spi import DEBUGGED, is_debugging, without_grad
+from fullshard.samehost.channel import Channel, NotHalfway, map_together
+from fullshard.samehost.collective import (
     Pending,
     SharedCollective,
     gather_in_place,
     mismatch,
 )
-from fullshard.comm.same_host.shared_frames import Frame, Frames
-from fullshard.comm.same_host.shared_pages import Shown, Window, whole_pages
-from fullshard.comm.same_host.shared_segment import Ring, SegmentFile, aligned, map_segment
-from fullshard.comm.same_host.shared_signals import (
+from fullshard.samehost.frames import Frame, Frames
+from fullshard.samehost.pages import Shown, Window, whole_pages
+from fullshard.samehost.segment import Ring, SegmentFile, aligned, map_segment
+from fullshard.samehost.signals import (
     MOST_AHEAD,
     MessageKind,
     NoRoomError,
@@ -59,7 +59,7 @@ def shared_group(process_group: dist.ProcessGroup) -> SharedGroup:
     if group is None:
         try:
             group = SharedGroup(process_group)
-        except SharedMemoryError as error:
+        except (SharedMemoryError, PeerLostError) as error:
             group = str(error)
         GROUPS[process_group] = group
     if isinstance(group, str):

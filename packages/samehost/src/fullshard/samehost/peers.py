@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.runtime.process_watch import host_identity
-from fullshard.comm.same_host.shared_signals import Peer, SharedMemoryError
+from fullshard.comm.spi import host_identity
+from fullshard.samehost.signals import Peer, SharedMemoryError
 
 __all__ = ["connect"]
 

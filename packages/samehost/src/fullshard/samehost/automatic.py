@@ -13,32 +13,27 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.layouts.scaling import ReduceOp
-from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.devices import traits_of
-from fullshard.comm.same_host.shared_group import (
+from fullshard.comm import (
+    AllToAllTransport,
+    PeerLostError,
+    ProcessGroupTransport,
+    ReduceOp,
+    SelfTransport,
+    Transport,
+)
+from fullshard.comm.spi import EPOCH, Contribution, backend_names, is_reduction, traits_of
+from fullshard.samehost.group import (
     GROUPS,
     SharedBuffer,
     SharedGroup,
     shared_group,
 )
-from fullshard.comm.same_host.shared_memory import SharedMemoryTransport
-from fullshard.comm.same_host.shared_signals import NoRoomError, SharedMemoryError
-from fullshard.comm.transports.all_to_all import AllToAllTransport
-from fullshard.comm.transports.collective import EPOCH, DefaultAllGather, DefaultReduceScatter
-from fullshard.comm.transports.contribution import Contribution
-from fullshard.comm.transports.rank_order import is_reduction
-from fullshard.comm.transports.transport import (
-    ProcessGroupTransport,
-    SelfTransport,
-    Transport,
-)
+from fullshard.samehost.memory import SharedMemoryTransport
+from fullshard.samehost.signals import NoRoomError, SharedMemoryError
 
 __all__ = [
     "AutomaticTransport",
     "SharedMemoryStatistics",
-    "default_all_gather",
-    "default_reduce_scatter",
     "reset_shared_memory",
     "same_host_transport",
     "set_shared_memory",
@@ -54,6 +49,8 @@ _SHARED = SharedMemoryTransport()
 _COALESCED_UP_TO = 64 << 10
 """Bytes of one rank's slice: half of what the input of two ranks measures in ``all_to_all``."""
 
+_LARGEST_EXCHANGE = 1 << 28
+"""Bytes of the largest exchange through shared memory, which keeps room for two like it."""
 
 _choices: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
 _enabled = True
@@ -125,11 +122,11 @@ def _transport_for(process_group: dist.ProcessGroup, device: torch.device) -> Tr
 def _choose(process_group: dist.ProcessGroup) -> Transport:
     if process_group.size() == 1:
         return SelfTransport()
-    if compat.backend_names(process_group, _CPU) != ("gloo",):
+    if backend_names(process_group, _CPU) != ("gloo",):
         return _OWN
     try:
         shared_group(process_group)
-    except SharedMemoryError:
+    except (SharedMemoryError, PeerLostError):
         return _ALL_TO_ALL
     return _SHARED
 
@@ -169,6 +166,26 @@ class AutomaticTransport(Transport):
             return transport.all_gather(output, input, process_group, async_op)
         except NoRoomError:  # on all ranks
             return _OWN.all_gather(output, input, process_group, async_op)
+
+    def is_set_up(self, process_group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Return whether ranks share memory, and did so before."""
+        return shares_memory(process_group, device)
+
+    def exchange(
+        self,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        nbytes: int,
+        write: Callable[[torch.Tensor], None],
+        read: Callable[[torch.Tensor], None],
+    ) -> dist.Work | None:
+        """As ``SharedMemoryTransport.exchange``; None, on all ranks, if it is too large."""
+        if not (0 < nbytes <= _LARGEST_EXCHANGE and shares_memory(process_group, device)):
+            return None
+        try:
+            return _SHARED.exchange(process_group, device, nbytes, write, read)
+        except NoRoomError:  # on all ranks
+            return None
 
     def open_shared_buffer(
         self, process_group: dist.ProcessGroup, nbytes: int
@@ -236,20 +253,6 @@ class AutomaticTransport(Transport):
             return _SHARED.reduce_parts(allocate, contribution, process_group, op)
         except NoRoomError:  # on all ranks
             return None
-
-
-def default_all_gather(process_group: dist.ProcessGroup) -> DefaultAllGather:
-    """The default all-gather: *self* for one rank, ``AutomaticTransport`` for several."""
-    return DefaultAllGather(transport=_default_transport(process_group))
-
-
-def default_reduce_scatter(process_group: dist.ProcessGroup) -> DefaultReduceScatter:
-    """The default reduce-scatter: *self* for one rank, ``AutomaticTransport`` for several."""
-    return DefaultReduceScatter(transport=_default_transport(process_group))
-
-
-def _default_transport(process_group: dist.ProcessGroup) -> Transport:
-    return SelfTransport() if process_group.size() == 1 else AutomaticTransport()
 
 
 @dataclass(frozen=True, kw_only=True)

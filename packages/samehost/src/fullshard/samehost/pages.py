@@ -20,7 +20,7 @@ from enum import Enum
 
 import torch
 
-from fullshard.comm.debug.debug import POISON
+from fullshard.comm.spi import POISON
 
 __all__ = ["Shown", "Window", "give_back_pages", "whole_pages"]
 

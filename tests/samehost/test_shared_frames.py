@@ -12,16 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import (
+from fullshard.comm import debug_collectives
+from fullshard.samehost import (
     SharedMemoryStatistics,
     SharedMemoryTransport,
-    debug_collectives,
     set_shared_frames,
     shared_memory_statistics,
 )
-from fullshard.comm.same_host.shared_frames import release_frames
-from fullshard.comm.same_host.shared_group import SharedBuffer, SharedWork
-from fullshard.comm.same_host.shared_pages import Shown
+from fullshard.samehost.frames import release_frames
+from fullshard.samehost.group import SharedBuffer, SharedWork
+from fullshard.samehost.pages import Shown
 from support.ranks import distributed
 
 PAGE = 4096

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.comm.runtime.process_watch import host_identity
-from fullshard.comm.same_host.shared_segment import Ring, SegmentFile, aligned, map_segment
 from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
+from fullshard.samehost.segment import Ring, SegmentFile, aligned, map_segment
 
 # -- the ring -------------------------------------------------------------------------------------
 

@@ -9,12 +9,34 @@ import torch.distributed as dist
 from fullshard.comm.runtime.observer import TIMELINES, marked_wait
 from fullshard.comm.runtime.process_watch import ended_ranks
 from fullshard.comm.runtime.ranges import NOTHING
-from fullshard.comm.same_host.shared_signals import MessageKind, PeerLostError
 from fullshard.comm.transports.config import GatherConfig, ReduceConfig
 
-__all__ = ["raise_located", "wait_for"]
+__all__ = ["PeerLostError", "raise_located", "wait_for"]
 
 _OF_BACKENDS = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)  # and no subclass
+
+
+class PeerLostError(RuntimeError):
+    """A rank ended, failed, or did not come in time, while others wait for it.
+
+    Attributes:
+        rank: its rank in the default process group.
+        kind: what it did, as a number of the transport that found out.
+    """
+
+    def __init__(self, message: str, rank: int, kind: int = 0) -> None:
+        """Say so of ``rank``."""
+        super().__init__(message)
+        self.rank = rank
+        self.kind = kind
+
+    def say_where(self, collective: str, name: str) -> None:
+        """Let the message say, too, in which collective, and of whose tensors, this rank was."""
+        self.args = (f"{self} This rank was in the {collective} of {name or 'tensors'}.",)
+
+    def __reduce__(self) -> tuple[type[PeerLostError], tuple[str, int, int]]:
+        """Pickles, for those who send errors between processes."""
+        return type(self), (str(self), self.rank, self.kind)
 
 
 def raise_located(
@@ -45,7 +67,6 @@ def raise_located(
         lost = PeerLostError(
             f"{who} {'have' if several else 'has'} ended: see the first error of the job.",
             ended[0],
-            MessageKind.ENDED,
         )
         lost.say_where(collective, name)
         raise lost from error

@@ -29,8 +29,8 @@ import threading
 import weakref
 from dataclasses import dataclass
 
-from fullshard.comm.same_host.shared_pages import Window
-from fullshard.comm.same_host.shared_segment import SegmentFile
+from fullshard.samehost.pages import Window
+from fullshard.samehost.segment import SegmentFile
 
 __all__ = ["FRAMES", "Frame", "Frames", "release_frames", "set_shared_frames"]
 

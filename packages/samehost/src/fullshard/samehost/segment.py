@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from fullshard.comm.same_host.shared_pages import give_back_pages
+from fullshard.samehost.pages import give_back_pages
 
 __all__ = ["Ring", "SegmentFile", "aligned", "map_segment"]
 

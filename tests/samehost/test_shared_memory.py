@@ -23,12 +23,10 @@ from fullshard.comm import (
     AllToAllTransport,
     CollectiveMismatchError,
     ProcessGroupTransport,
-    SharedMemoryError,
-    SharedMemoryTransport,
     Transport,
 )
-from fullshard.comm.same_host import shared_regions
-from fullshard.comm.same_host.shared_group import shared_group
+from fullshard.samehost import SharedMemoryError, SharedMemoryTransport, regions
+from fullshard.samehost.group import shared_group
 from support.ranks import distributed, new_group, run_on_ranks, world
 
 SHARED = SharedMemoryTransport()
@@ -113,7 +111,7 @@ def _any_sequence(calls: list[tuple[int, torch.dtype, str, int]]) -> None:
 
     The largest travel in spans.
     """
-    with patch.multiple(shared_regions, _WHOLE=8000, _SPAN=3000):
+    with patch.multiple(regions, _WHOLE=8000, _SPAN=3000):
         flying: list[tuple[int, dist.Work | None, torch.Tensor, torch.Tensor]] = []
         for number, (numel, dtype, kind, delay) in enumerate(calls):
             due = number + delay + world().rank()
@@ -136,7 +134,7 @@ def test_collectives_in_spans_give_the_same_bits_in_little_memory(
     generator = torch.Generator().manual_seed(1)
     given = [torch.randn(world_size * numel, generator=generator) for _ in range(world_size)]
     given = [each.to(dtype) for each in given]
-    with patch.multiple(shared_regions, _WHOLE=4000, _SPAN=1000):
+    with patch.multiple(regions, _WHOLE=4000, _SPAN=1000):
         reduced, gathered = torch.empty(numel, dtype=dtype), torch.empty(0, dtype=dtype)
         finish(SHARED.reduce_scatter(reduced, given[rank], group, SUM, True))
         gathered = torch.empty(world_size * numel, dtype=dtype)

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from comm.stand_ins import no_larger_files_than
-from fullshard.comm import PeerLostError, SharedMemoryError, SharedMemoryTransport
-from fullshard.comm.same_host.shared_group import shared_group
+from fullshard.comm import PeerLostError
+from fullshard.samehost import SharedMemoryError, SharedMemoryTransport
+from fullshard.samehost.group import shared_group
 from support.ranks import RanksFailed, distributed, new_group, run_on_ranks
 
 SHARED = SharedMemoryTransport()

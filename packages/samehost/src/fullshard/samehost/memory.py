@@ -13,21 +13,17 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.layouts.scaling import ReduceOp
-from fullshard.comm.runtime.devices import traits_of
-from fullshard.comm.runtime.works import awaited
-from fullshard.comm.same_host.shared_collective import SharedCollective
-from fullshard.comm.same_host.shared_group import SharedBuffer, shared_group
-from fullshard.comm.same_host.shared_regions import (
+from fullshard.comm import ReduceOp, SelfTransport, Transport
+from fullshard.comm.spi import Contribution, Rows, Span, awaited, check_reduction, traits_of
+from fullshard.samehost.collective import SharedCollective
+from fullshard.samehost.group import SharedBuffer, shared_group
+from fullshard.samehost.regions import (
     all_reduction_of,
     gather_of,
     launch_reduction,
     launch_whole_or_in_spans,
 )
-from fullshard.comm.same_host.shared_signals import MessageKind
-from fullshard.comm.transports.contribution import Contribution, Rows, Span
-from fullshard.comm.transports.rank_order import check_reduction
-from fullshard.comm.transports.transport import SelfTransport, Transport
+from fullshard.samehost.signals import MessageKind
 
 __all__ = ["SharedMemoryTransport"]
 
@@ -164,6 +160,7 @@ class SharedMemoryTransport(Transport):
     def exchange(
         self,
         process_group: dist.ProcessGroup,
+        device: torch.device,
         nbytes: int,
         write: Callable[[torch.Tensor], None],
         read: Callable[[torch.Tensor], None],
@@ -174,6 +171,7 @@ class SharedMemoryTransport(Transport):
 
         Args:
             process_group: of more than one rank.
+            device: that of the values, whose memory the ranks can map.
             nbytes: of the region, more than 0: the same on all ranks.
             write: gets the region, uint8 ``[nbytes]``, at once; ranks write different parts of it.
             read: gets it when all have written, in ``wait()`` or before; it is gone afterwards.

@@ -14,17 +14,19 @@ from fullshard.comm import (
     AllToAllTransport,
     ProcessGroupTransport,
     SelfTransport,
-    SharedMemoryError,
-    SharedMemoryTransport,
     Transport,
     default_all_gather,
     default_reduce_scatter,
+)
+from fullshard.samehost import (
+    SharedMemoryError,
+    SharedMemoryTransport,
+    peers,
     same_host_transport,
     set_shared_memory,
 )
-from fullshard.comm.same_host import shared_peers
-from fullshard.comm.same_host.same_host import AutomaticTransport
-from fullshard.comm.same_host.shared_group import shared_group
+from fullshard.samehost.automatic import AutomaticTransport
+from fullshard.samehost.group import shared_group
 from support.apart import private_memory
 from support.ranks import distributed, new_group
 from support.threads.ranks import ThreadRank, run_on_threads
@@ -97,7 +99,7 @@ def test_ranks_that_cannot_share_memory_exchange_and_say_why_when_asked_not_to(
     host: str, why: str
 ) -> None:
     group = new_group()
-    with patch.object(shared_peers, "host_identity", lambda: host.format(dist.get_rank())):
+    with patch.object(peers, "host_identity", lambda: host.format(dist.get_rank())):
         use(group)
         assert same_host_transport(group) == AllToAllTransport()
         with pytest.raises(SharedMemoryError, match=why):

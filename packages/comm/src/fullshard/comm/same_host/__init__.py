@@ -1,3 +1,0 @@
-"""Memory shared by the ranks of one host."""
-
-__all__: list[str] = []
