@@ -55,7 +55,13 @@ def _pick(pair: Pair) -> str:
 
 
 def _reload(pair: Pair) -> None:
-    """Save a state dict, damage the model and load it again."""
+    """Save a state dict, damage the model and load it again.
+
+    Not if a step that a scaler skipped left state in one optimizer only, as torch's fused ones do:
+    torch's ``get_state_dict`` steps an optimizer without state, which counts.
+    """
+    if len({bool(each.state) for each in pair.optimizers}) > 1:
+        return
     for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
         saved = copy.deepcopy(get_state_dict(model, optimizer))
         with torch.no_grad():
