@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import default_reduce_scatter
+from fullshard.comm.spi import default_transport
 from fullshard.wire import sum_widened
 
 __all__ = [
@@ -73,14 +74,16 @@ class LowPrecisionState(DefaultState):
 def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
     """Averages ``grad`` (any shape) over the ranks in place; for NO_SHARD."""
     grad.div_(state.gradient_predivide_factor)
-    dist.all_reduce(grad, group=state.process_group)
-    grad.div_(state.gradient_postdivide_factor)
+    # The engine's own way, so that the bits are those without a hook.
+    group, whole = state.process_group, grad.contiguous()
+    default_transport(group).all_reduce(whole, dist.ReduceOp.SUM, group, False)
+    torch.div(whole, state.gradient_postdivide_factor, out=grad)
 
 
 def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
     """Put this rank's part of the mean of ``grad`` (``[world * n]``) into ``output`` (``[n]``)."""
     grad.div_(state.gradient_predivide_factor)
-    # The engine's own way, through shared memory for one: as without a hook, and to the same bits.
+    # as above
     collective = default_reduce_scatter(state.process_group)
     collective(output, grad, state.process_group, dist.ReduceOp.SUM)
     output.div_(state.gradient_postdivide_factor)
@@ -113,7 +116,9 @@ def _compressed(
 ) -> None:
     sent = grad.to(dtype)
     if output is None:
-        allreduce_hook(state, sent)
+        sent.div_(state.gradient_predivide_factor)
+        dist.all_reduce(sent, group=state.process_group)
+        sent.div_(state.gradient_postdivide_factor)
         grad.copy_(sent.to(state.parameter_type))
         return
     sum_widened(output, sent, state.process_group)
