@@ -10,10 +10,10 @@ groups vote for the step. Therefore all groups drop a step together. The excepti
 is lost during the vote. Some groups may then commit the step, and send their state to the groups
 without it.
 
-[Note: position] Steps, batches and lineage describe the state of this group. They change in
-``commit`` alone, after a received state was loaded. A group that receives a state has its old
-position until then, so it receives again if the step is dropped. If loading fails, the state is
-that of no step: the group raises, now and at each later call.
+[Note: position] Steps, batches and lineage describe the state of this group. Only ``commit``
+changes them, after a received state was loaded. A group that receives a state has its old position
+until then, so it receives again if the step is dropped. If loading fails, the state is that of no
+step: the group raises, now and at each later call.
 """
 
 from __future__ import annotations

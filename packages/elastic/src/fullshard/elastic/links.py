@@ -157,8 +157,8 @@ class Links:
             operation: what this rank does, in words.
 
         Raises:
-            RuntimeError: on all connected ranks, if one of them is at ``STEP_END`` before others.
-            ReplicaGroupError: on all connected ranks, if one of them does something else.
+            RuntimeError: on all connected ranks, if a rank is at ``STEP_END`` before others.
+            ReplicaGroupError: on all connected ranks, if a rank does another operation.
         """
         text = operation.encode()[:_OPERATION].ljust(_OPERATION)
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -216,9 +216,9 @@ def connected(
 ) -> dist.ProcessGroup:
     """Return a process group over gloo of the ranks that meet in ``store`` under ``name``.
 
-    It returns once all ranks are connected. gloo alone returns when this rank is, and an early rank
-    that closed its connections then would fail the connecting of a late one.
-    The group is not registered with ``torch.distributed``: it lives as long as a reference to it.
+    The call returns once all ranks are connected. gloo alone returns when this rank is, and an
+    early rank that closed its connections then would fail the connecting of a late one. The group
+    is not registered with ``torch.distributed``: it lives as long as a reference to it.
     """
     place = dist.PrefixStore(name, store)
     made: Any = dist.ProcessGroupGloo(place, rank, size, timedelta(seconds=timeout))

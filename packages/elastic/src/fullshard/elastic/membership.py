@@ -11,8 +11,9 @@ receive the state of a contributing group. A model that was initialised has a ra
 groups therefore receive the state of one group at the first step.
 
 [Note: odd groups] A group that is built otherwise, or has the name of another group, cannot take
-part. All groups of a quorum know the same descriptions, so each finds the same odd groups. An odd
-group raises. The others connect without it, in the same quorum, and drop no step.
+part. All groups of a quorum know the same descriptions, so each group finds the same odd groups. An
+odd group raises. The other groups connect without the odd group, in the same quorum, and drop no
+step.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Member:
 
     @property
     def build(self) -> tuple[object, ...]:
-        """What must be equal in all groups."""
+        """The properties that must be equal in all groups."""
         return (self.model, self.mesh, self.ranks if self.mesh else 0, self.sums)
 
     def odds(self, other: Member) -> str:

@@ -2,8 +2,8 @@
 
 Owns the messages between a rank that sends and one that receives: the sender's structure and boxes,
 the receiver's requests, the parts, and their checksum. A receiver takes each part of a tensor once,
-from ranks of one group, which may be cut over another number of ranks. Each transfer runs in a
-thread of its own. Refuses: knowing what a tensor is for.
+from ranks of one group, which may be cut over another number of ranks. A transfer runs in its own
+thread. Refuses: knowing what a tensor is for.
 
 [Note: abandoned transfers] A transfer of a dropped step may wait for a lost rank until its
 time-out. The transfer of the next step must not wait behind it: its other ranks would give up

@@ -125,7 +125,7 @@ class FileOffloadPolicy(OffloadPolicy):
 
     @property
     def statistics(self) -> FileOffloadStatistics:
-        """What the policy has read and waited for."""
+        """Counts of reads and waits of the policy."""
         return FileOffloadStatistics(
             file_bytes=self._file.space.nbytes,
             resident_bytes=self._file.resident_bytes,

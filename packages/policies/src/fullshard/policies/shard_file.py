@@ -1,9 +1,9 @@
 """Shards in a file: memory that is mapped from it, read ahead of use, and dropped after use.
 
-``ShardFile`` is the main class. ``FileOffloadPolicy`` decides which shards, and tells of each use.
+``ShardFile`` is the main class. ``FileOffloadPolicy`` decides which shards, and reports each use.
 
-[Note: mapped shards] A shard is a tensor over a shared mapping of a part of the file. All code may
-use it as always: the system reads a page when it is touched, and writes changed pages back. This
+[Note: mapped shards] A shard is a tensor over a shared mapping of a part of the file. Code uses the
+parameter as always: the system reads a page when it is touched, and writes changed pages back. This
 module decides which pages are in memory, not what is right: a page that was dropped too early is
 read again. Only errors of the disk need care. A page that cannot be read ends the process (SIGBUS)
 where it is touched. Therefore ``require`` has the kernel read the pages of a shard
@@ -36,7 +36,7 @@ _PIECE = 1 << 20  # bytes of a read on an older kernel
 
 
 class StoredShard:
-    """One shard in the file.
+    """A shard in the file.
 
     Attributes:
         extent: its place.

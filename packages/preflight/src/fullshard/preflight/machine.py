@@ -1,4 +1,4 @@
-"""What this process may use of its machine, and where it computes."""
+"""The part of the machine that this process may use, and the device on which it computes."""
 
 from __future__ import annotations
 

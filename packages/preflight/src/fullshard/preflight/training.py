@@ -1,6 +1,7 @@
-"""What a user's program does in a step: a loss and its optimizer, or a function for the whole step.
+"""The step of a user's program: a loss and its optimizer, or a function for the whole step.
 
-``plan`` and ``verify`` run the same ``Training``. It checks what the user's functions return.
+``plan`` and ``verify`` run the same ``Training``. The module checks what the user's functions
+return.
 """
 
 from __future__ import annotations

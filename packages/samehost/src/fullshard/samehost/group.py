@@ -378,7 +378,7 @@ class SharedGroup:
             self.finish(self._pending[0])
 
     def _fit(self, size: int, collective: SharedCollective) -> None:
-        """Make the segment large enough for regions of ``size``: map another in its place."""
+        """Make the segment large enough for regions of ``size``: map another instead."""
         if _HELD * size > self.capacity:
             make = partial(SegmentFile.make, whole_pages(_HELD * size))
             segment = map_together(self.channel, make, map_segment, collective)

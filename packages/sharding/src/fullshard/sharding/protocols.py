@@ -60,7 +60,8 @@ class ModuleCasts(Protocol):
     def cast_input(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what an input holds while the module's forward runs; ``tensor`` if it is that.
 
-        It is asked for each tensor in the arguments, on the device on which the module computes.
+        The engine asks for each tensor in the arguments, on the device on which the module
+        computes.
         """
 
     def cast_output(self, output: Any) -> Any:

@@ -1,8 +1,8 @@
 """The folder of a run's memory on one host: its names, its locks, what is found after a kill.
 
-Owns the tree ``<folder>/<run>/<attempt>-<token>/rank-<rank>.<slot>.{own,copy}``. Each process
-locks one file there. The system releases the lock when the process ends, so the memory of a killed
-run differs from memory in use.
+Owns the tree ``<folder>/<run>/<attempt>-<token>/rank-<rank>.<slot>.{own,copy}``. A process locks
+one file in the folder. The system releases the lock when the process ends, so the memory of a
+killed run differs from memory in use.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class PendingSave(Future[Path]):
 
     Attributes:
         seen: whether the caller has asked for the result or the error. The next save raises the
-            error of a save that nobody asked about.
+            error of an earlier save for which nobody waited.
     """
 
     def __init__(self) -> None:

@@ -168,7 +168,7 @@ def write(
 def _plain_sums(state: Mapping[str, Any]) -> dict[str, int]:
     """Return a checksum of each value that can be compared between ranks.
 
-    These are tensors of torch's own class, with dtype and shape, and numbers and texts.
+    The result holds tensors of torch's own class, with dtype and shape, and numbers and texts.
     """
     sums = dict[str, int]()
     for name, value in state.items():
@@ -361,7 +361,7 @@ def _remove_files_of(folder: Path, prefix: str, names: Iterable[str]) -> None:
             no file descriptor left to list the folder; the next save removes the others then.
     """
     found = set(names)
-    with suppress(OSError):  # Python 3.12 lists nothing in its place
+    with suppress(OSError):  # Python 3.12 lists nothing instead
         found.update(path.name for path in folder.glob(f"{prefix}*"))
     with suppress(OSError):  # the file system became read-only
         for name in found:

@@ -36,7 +36,7 @@ def checksum_of_zips(path: Path, zips: Iterable[tuple[int, int]]) -> int:
     found = at = 0
     large = [each for each in zips if each[1] >= _LARGE]
     if not torch.serialization.get_crc32_options():
-        large = []  # the user told torch to compute none
+        large = []  # the user turned checksums off in torch
     with path.open("rb") as file:
         for start, length, crc in sorted(each for one in large for each in _records(file, *one)):
             found = _joined(_crc(file, at, start, found), crc, length)

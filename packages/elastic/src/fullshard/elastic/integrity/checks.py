@@ -76,7 +76,7 @@ class IntegrityPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class _AtRest:
-    """This rank's part of a parameter, or of its optimizer state; the stage says which."""
+    """This rank's part of a parameter, or of its optimizer state; ``stage`` is the name."""
 
     stage: str
     name: str
@@ -203,9 +203,9 @@ class IntegrityChecks:
         """Run ``compute``, which makes gradients, twice; compare what this rank computed.
 
         The gradients are compared to the bit before they are reduced, so the rank that computed
-        other bits is named. Both runs begin with the same buffers, gradients and random numbers (of
-        torch and of Python). What the second run leaves stays: it is what one run leaves. In a step
-        that ``is_due``, between ``begin`` and ``before_update``, which raises what is found.
+        other bits is named. The runs begin with equal buffers, gradients and random numbers (of
+        torch and of Python). The results of the second run stay: it is what one run leaves. In a
+        step that ``is_due``, between ``begin`` and ``before_update``, which raises what is found.
 
         Args:
             compute: forward and backward of the same inputs, such as

@@ -45,7 +45,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def is_one_bit(before: torch.Tensor, now: torch.Tensor, numel: int) -> bool:
     """Return whether two checksums of a tensor differ as if one bit of one element had changed.
 
-    That changes the first sum by a power of two, and the second one by a multiple of it: the
+    The first sum changes by a power of two, and the second sum by a multiple of that power: the
     element's place, from 1 to ``numel``.
     """
     pairs: list[list[int]] = torch.stack([before, now], 1).tolist()

@@ -3,8 +3,8 @@
 Owns an observer that notes checksums when reduced gradients are in place, and compares them.
 
 [Note: lawful changes] Clipping, a gradient scaler and hooks change gradients, and torch does not
-count all changes of a ``DTensor`` in its version. So a change counts as damage only if one bit of
-one gradient changed and all others stayed. Programs scale or clip many elements at once.
+count all changes of a ``DTensor`` in its version. Therefore a change counts as damage only if one
+bit of one gradient changed and no other bit did. Programs scale or clip many elements at once.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def plan(
             this parameter.
         optimizer: makes the optimizer from the parameters.
         step: in place of ``loss`` and ``optimizer``, a generator function of the model, its
-            optimizers and a batch. It calls the optimizers, and yields each loss in place of a
-            call of ``backward()``.
+            optimizers and a batch. The function calls the optimizers, and yields each loss instead
+            of a call of ``backward()``.
         optimizers: with ``step``, makes a list of optimizers from the model.
         micro_batches: backwards before each step of the optimizer; not with ``step``.
         device: what the ranks compute on, for the time of a step: ``"a100"``, ``"h100"``,

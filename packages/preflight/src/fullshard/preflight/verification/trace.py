@@ -55,8 +55,8 @@ class Trace:
     def changed_again(self, relative: float) -> list[str]:
         """Return the modules that did something else when they ran again in backward.
 
-        They returned something else, or drew other random numbers: the end of what checkpointing
-        computes again may be left out, so that the last module returns nothing.
+        The modules returned other values, or drew other random numbers: the end of what
+        checkpointing computes again may be left out, so that the last module returns nothing.
         """
         drawn = [
             name
@@ -117,7 +117,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 def traced(model: nn.Module, prefix: str = "") -> Iterator[Trace]:
     """Note what the modules of ``model``, which is called ``prefix``, do in a ``with`` block.
 
-    What runs in backward there counts as a repetition.
+    A call in backward counts as a repetition.
     """
     trace = Trace()
     with ExitStack() as stack:

@@ -73,8 +73,8 @@ def verify(
         steps: how many steps.
         optimizer: makes an optimizer of parameters; AdamW if not given.
         step: in place of ``loss`` and ``optimizer``, a generator function of a model, its
-            optimizers and a batch. It calls the optimizers, and yields each loss in place of a
-            call of ``backward()``: there both models have their backward and are compared.
+            optimizers and a batch. The function calls the optimizers, and yields each loss instead
+            of a call of ``backward()``: there both models have their backward and are compared.
         optimizers: with ``step``, makes a list of optimizers of a model.
         tokens: how many items of a batch its loss is the mean of, if ranks may have unequal
             numbers; the reference then weighs each rank's loss by its part of all.

@@ -63,8 +63,8 @@ class CommSettings:
 
         Raises:
             TypeError: if it is no ``Schedule``.
-            ValueError: if another root has it; or if it allows no kept groups, and a group keeps
-                full parameters within a step or shards over a post-forward mesh.
+            ValueError: if the schedule belongs to another root; or if it allows no kept groups, and
+                a group keeps full parameters within a step or shards over a post-forward mesh.
             RuntimeError: if this module is not the root, or is in the middle of a step.
         """
         if not isinstance(schedule, Schedule | None):

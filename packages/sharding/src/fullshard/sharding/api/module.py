@@ -142,8 +142,9 @@ class FSDPModule(CommSettings, StepSettings, _Original):
         """Bring everything below this root back to a clean sharded state, after an error.
 
         Call it on every rank. Waits for what is in flight. Sharded gradients of backwards that
-        ended stay, with what the failed one added to them. All else that it left is dropped, and
-        with it, with a warning, gradients that earlier ones accumulated without communication.
+        ended stay, with what the failed one added to them. The rest is dropped. A warning names
+        gradients of earlier backwards that were accumulated without communication, as these are
+        dropped, too.
 
         Raises:
             RuntimeError: if this module is not the root.

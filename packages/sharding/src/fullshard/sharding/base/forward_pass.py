@@ -134,7 +134,7 @@ class ForwardPass:
     def announce(self, inputs: CallInputs) -> bool:
         """Count the inputs of a call that backward will reach; return whether that was due.
 
-        It is due when a backward reaches the first output of the call.
+        The announcement is due when a backward reaches the first output of the call.
         """
         if inputs.announced_in == self._backwards:
             return False

@@ -1,11 +1,11 @@
 """Other tensors in the place of a call's input tensors, while the module's forward runs.
 
-Owns ``StandIns``. [Note: stand-ins] A module gets the objects that it would get unsharded. So no
-container is rebuilt, and no tensor is replaced by another object. The two Python objects exchange
-their C++ tensors: the input keeps its identity and its attributes, and is a cast of itself, or a
-view with an autograd node of ours. After forward both take their own tensors back. What forward
-wrote into a container, or set as an attribute, is where the caller expects it. Checkpointing keeps
-inputs for a recomputation, so inputs that were cast are cast again until the backward ends.
+Owns ``StandIns``. [Note: stand-ins] A module gets the objects that it would get unsharded.
+Therefore containers stay the same objects, and so do tensors. The two Python objects exchange their
+C++ tensors: the input keeps its identity and its attributes, and is a cast of itself, or a view
+with an autograd node of ours. After forward both take their own tensors back. The caller finds what
+forward wrote into a container, or set as an attribute. Checkpointing keeps inputs for a
+recomputation, so inputs that were cast are cast again until the backward ends.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class StandIns:
     def put(self, inputs: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
         """Exchange each input for another tensor, or for itself, which changes nothing.
 
-        What cannot be exchanged is replaced by ``applied``: torch binds a C++ tensor to its object
-        for ``retain_grad()``, and for a profiler.
+        ``applied`` replaces what cannot be exchanged: torch binds a C++ tensor to its object for
+        ``retain_grad()``, and for a profiler.
 
         Raises:
             RuntimeError: if a call in another thread has exchanged an input.

@@ -142,7 +142,7 @@ class Leases:
     def claim(self, kind: LeaseKind, owner: int = 0) -> None:
         """Add the lease of a module, and drop the leases that held the group until its use.
 
-        These are PREFETCH, KEPT and USER leases.
+        Such leases are PREFETCH, KEPT and USER.
         """
         out = self.out
         for ahead in _AHEAD if out else ():

@@ -2,7 +2,8 @@
 
 Owns two kinds. With placements over a part of a mesh's axes, compute shards are gathered from
 stored parts: ``TwoLevelInputs``. With an int for ``reshard_after_forward``, they are cut from full
-parameters: ``PostForwardInputs``. The modules hold the ordinary sharded parameters meanwhile.
+parameters: ``PostForwardInputs``. The modules hold the ordinary sharded parameters during that
+time.
 
 [Note: post-forward mesh] ``reshard_after_forward=n`` keeps compute shards over *n* neighbouring
 ranks from a forward to the gather of its backward. A gather from stored shards runs over all ranks:
@@ -70,8 +71,9 @@ class TwoLevelInputs(ComputeShards):
     """Compute shards over the first axis of a two-level mesh.
 
     Each rank stores a part of a compute shard only, over the second axis. Compute shards are
-    gathered from these parts once in a step, and stay allocated; see [Note: kept copies]. So a step
-    with several micro-batches communicates once over the second axis, which may be a slow network.
+    gathered from these parts once in a step, and stay allocated; see [Note: kept copies]. Therefore
+    a step with several micro-batches communicates once over the second axis, which may be a slow
+    network.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class AliasedShards(ParamStorage):
 
 @dataclass(frozen=True, eq=False)
 class LocalGather:
-    """A gather in a world of one. It moves nothing, so the shards are already in flight.
+    """A gather in a world of one, which moves nothing: the shards are already in flight.
 
     Attributes:
         shards: the shards, which are all there is.

@@ -66,7 +66,7 @@ ViewFns = Sequence[Callable[[torch.Tensor], torch.Tensor]]
 
 
 class Holders(NamedTuple):
-    """Who holds the full parameters of a group: where they may be follows from it.
+    """The holders of the full parameters of a group: where they may be follows from it.
 
     Attributes:
         user_may_write: a user holds them, who may write: they are to be in private memory.
@@ -114,7 +114,7 @@ class ParamStorage:
         """Make the memory private to this rank for writing, on the current stream."""
 
     def make_private(self) -> None:
-        """Give this rank memory of its own with the present values, at the same addresses."""
+        """Give this rank private memory with the present values, at the same addresses."""
 
     def free(self) -> None:
         """Free the memory on the current stream; later calls do nothing."""

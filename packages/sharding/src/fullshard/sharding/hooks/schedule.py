@@ -157,8 +157,8 @@ class StepRecord:
 class Schedule:
     """When does a group communicate? Here as its module runs.
 
-    Each root has one of its own. What it decides must be the same on all ranks, and it must not
-    depend on what one rank runs unless all ranks run alike.
+    A schedule belongs to one root. All ranks must make the same decisions. A decision may depend on
+    the modules that ran only if all ranks run the same modules.
 
     Attributes:
         allows_kept_groups: whether a group may stay unsharded after a backward.

@@ -47,7 +47,7 @@ class EarlyReduction(Enum):
 
 @dataclass(frozen=True)
 class Placed:
-    """What placements, or an int for ``reshard_after_forward``, mean on one mesh.
+    """The meaning of placements, or of an int for ``reshard_after_forward``, on one mesh.
 
     Attributes:
         mesh_info: the mesh, as the engine sees it.
@@ -106,8 +106,8 @@ class Placed:
 class ShardingPlacements:
     """The axes of a mesh over which the three kinds of training state are sharded.
 
-    Each field names axes of the mesh: no axis, all, or some from its first or its last on; see
-    [Note: placements]. One name may be given without a tuple.
+    A field names axes of the mesh: no axis, all, or some from its first or its last on; see [Note:
+    placements]. A single name needs no tuple.
 
     ======================================  =========  =========  ==========
     Known as                                compute    gradients  optimizer

@@ -7,9 +7,9 @@ Owns how a group reduces (``ReductionSetup``), and what one launched reduction s
 before the next launch: the user's function is called, and shards are cast to the stored dtype,
 copied where parameters live, and added to gradients of earlier backwards. All of that runs on the
 stream of the reduction, so no computation waits for it, and the memory of the result is free for
-the next reduction. Torch's ``fully_shard`` does the same. What is not added becomes ``.grad`` at
-the end of the backward: a backward that raises leaves no new gradient. What was added stays. With
-an offload, all is added at the end.
+the next reduction. Torch's ``fully_shard`` does the same. A gradient without an earlier one becomes
+``.grad`` at the end of the backward: a backward that raises leaves no new gradient. Gradients that
+were added stay. With an offload, all is added at the end.
 
 [Note: whose gradients] What a reduction gives becomes ``.grad`` and belongs to the user from then
 on: no later reduction fills that memory again, and ``zero_grad(set_to_none=True)`` frees it.

@@ -1,8 +1,8 @@
 """The queue of a root: its reductions from their launch until the gradients are in place.
 
 Owns the limit of concurrent reductions, and the commit at the end of backward. At most one
-device-to-host copy shows which parameters any rank used. What happens to one result is in
-``launched``.
+device-to-host copy shows which parameters any rank used. ``launched`` has what happens to one
+result.
 """
 
 from __future__ import annotations
