@@ -15,6 +15,7 @@ from fullshard.policies import (
     ClassWrap,
     CPUOffloadPolicy,
     DepthPrefetch,
+    FallibleOffload,
     FileOffloadPolicy,
     KeepUnsharded,
     MixedPrecisionPolicy,
@@ -26,7 +27,6 @@ from fullshard.policies import (
     WrapPolicy,
 )
 from fullshard.sharding import (
-    FallibleOffload,
     FieldPrecision,
     FixedReshard,
     FullPrecision,

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -20,8 +21,10 @@ from fullshard.sharding import (
     ExtendedGroup,
     FSDPParamGroup,
     GroupExtension,
+    RootExtension,
     ShardedState,
     extend_groups,
+    extension,
     fully_shard,
     unsharded,
 )
@@ -29,6 +32,7 @@ from support.members import MEMBERS
 from support.ranks import distributed
 
 METHODS = [name for name in vars(GroupExtension) if not name.startswith("_")]
+OF_ROOTS = [name for name in vars(RootExtension) if not name.startswith("_")]
 CORE = ("fullshard-comm", "fullshard-sharding")
 CORE_PACKAGES = ("", "fullshard.comm", "fullshard.sharding")
 
@@ -59,12 +63,17 @@ for _name in METHODS:
         setattr(Log, _name, _noting(_name))
 
 
-def _net(**options: Any) -> tuple[Any, list[Any]]:
+def _sharded(**options: Any) -> Any:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for layer in model:
         fully_shard(layer, **options)
-    return model, extend_groups(fully_shard(model), Log)
+    return fully_shard(model)
+
+
+def _net(**options: Any) -> tuple[Any, list[Any]]:
+    model = _sharded(**options)
+    return model, extend_groups(model, Log)
 
 
 def _calls_in(path: Path) -> list[str]:
@@ -76,8 +85,9 @@ def test_the_core_calls_each_method_at_one_place() -> None:
     sources = [each.folder / "src" for each in MEMBERS if each.name in CORE]
     files = [path for source in sources for path in source.rglob("*.py")]
     assert len(sources) == 2
-    found = Counter(name for path in files for name in _calls_in(path) if name in METHODS)
-    assert found == dict.fromkeys(METHODS, 1)
+    methods = [*METHODS, *OF_ROOTS]
+    found = Counter(name for path in files for name in _calls_in(path) if name in methods)
+    assert found == dict.fromkeys(methods, 1)
 
 
 def test_the_core_names_packages_that_extend_it_in_one_file_only() -> None:
@@ -240,3 +250,52 @@ def _kinds(model: Any) -> list[type]:
     assert all(isinstance(group, FSDPParamGroup) for group in groups)
     assert all(group.state is ShardedState.SHARDED for group in groups)  # type: ignore[attr-defined]
     return [type(each) for group in groups for each in group.extensions]  # type: ignore[attr-defined]
+
+
+class _RootLog(RootExtension):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def at_root(self, groups: Any) -> str:
+        self.lines.append(f"root {len(groups)}")
+        return ""
+
+    def at_end(self, groups: Any) -> None:
+        self.lines.append(f"end {len(groups)}")
+
+    def at_block(self, groups: Any) -> None:
+        self.lines.append(f"block {len(groups)}")
+
+    def at_commit(self, groups: Any) -> None:
+        self.lines.append(f"commit {len(groups)}")
+
+
+@distributed(2)
+def test_an_extension_of_roots_is_asked_where_all_ranks_are() -> None:
+    model, log = _sharded(), _RootLog()
+    extension.ROOT_EXTENSIONS.append(log)
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        with unsharded(model):
+            pass
+    finally:
+        extension.ROOT_EXTENSIONS.remove(log)
+    assert log.lines == ["root 2", "end 2", "commit 2", "end 2", "block 2"]
+
+
+@distributed(2)
+def test_what_it_finds_at_a_root_is_raised_on_all_ranks() -> None:
+    class Finds(_RootLog):
+        def at_root(self, groups: Any) -> str:
+            return "a disk is full" if dist.get_rank() == 1 else ""
+
+    model = _sharded()
+    extension.ROOT_EXTENSIONS.append(found := Finds())
+    try:
+        with pytest.raises(RuntimeError, match="rank 1: a disk is full"):
+            model(torch.ones(2, 4))
+    finally:
+        extension.ROOT_EXTENSIONS.remove(found)
+    model(torch.ones(2, 4)).sum().backward()

@@ -8,17 +8,22 @@ from fullshard.policies.canonical_order import CanonicalOrder
 from fullshard.policies.file_offload import FileOffloadPolicy, FileOffloadStatistics
 from fullshard.policies.mixed_precision import MixedPrecisionPolicy
 from fullshard.policies.offload import CPUOffloadPolicy, OffloadPolicy
+from fullshard.policies.offload_errors import FallibleOffload, OffloadErrors
 from fullshard.policies.prefetch import DepthPrefetch, NoPrefetch
 from fullshard.policies.reshard import KeepUnsharded, ReshardAlways, ReshardExceptRoot
 from fullshard.policies.wrap import ClassWrap, SizeWrap, WrapPolicy, wrap
+from fullshard.sharding import ROOT_EXTENSIONS
 
 __version__ = "0.1.0"
+
+ROOT_EXTENSIONS.append(OffloadErrors())
 
 __all__ = [
     "CPUOffloadPolicy",
     "CanonicalOrder",
     "ClassWrap",
     "DepthPrefetch",
+    "FallibleOffload",
     "FileOffloadPolicy",
     "FileOffloadStatistics",
     "KeepUnsharded",

@@ -29,9 +29,11 @@ from fullshard.sharding.base.tensors import map_tensors
 from fullshard.sharding.base.torch_objects import converted, torchs_class
 from fullshard.sharding.extension import (
     EXTENSIONS,
+    ROOT_EXTENSIONS,
     ExtendedGroup,
     ExtendedParameter,
     GroupExtension,
+    RootExtension,
 )
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.schedule import Schedule
@@ -45,7 +47,6 @@ from fullshard.sharding.mesh.placements import ShardingPlacements
 from fullshard.sharding.optim.rebinding import rebind_optimizer
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import (
-    FallibleOffload,
     FixedReshard,
     FullWidth,
     GradientOffload,
@@ -64,6 +65,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EXTENSIONS",
+    "ROOT_EXTENSIONS",
     "DDPMeshInfo",
     "DataParallelMeshDims",
     "ExtendedGroup",
@@ -72,7 +74,6 @@ __all__ = [
     "FSDPModule",
     "FSDPParam",
     "FSDPParamGroup",
-    "FallibleOffload",
     "FieldPrecision",
     "FixedReshard",
     "FullPrecision",
@@ -93,6 +94,7 @@ __all__ = [
     "ReplicateModule",
     "ReshardPolicy",
     "ReverseOrderPrefetch",
+    "RootExtension",
     "Schedule",
     "ShardPlacementFnResult",
     "ShardPlacementResult",

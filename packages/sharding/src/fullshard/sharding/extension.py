@@ -14,10 +14,13 @@ from torch import nn
 
 __all__ = [
     "EXTENSIONS",
+    "ROOT_EXTENSIONS",
     "ExtendedGroup",
     "ExtendedParameter",
     "GroupExtension",
     "MakeExtension",
+    "RootExtension",
+    "end_pass",
     "made_by",
 ]
 
@@ -106,6 +109,43 @@ class GroupExtension:
 
     def on_reset(self) -> None:
         """Take notice that the group was brought back to its shards after an error."""
+
+
+class RootExtension:
+    """What ranks tell each other at places to which all ranks of a root come; does nothing.
+
+    One instance serves all roots of the process. A method may call collectives, in an order that is
+    equal on all ranks. If it raises, it raises on all ranks.
+    """
+
+    def at_root(self, groups: Sequence[ExtendedGroup]) -> str:
+        """Return what this rank finds wrong with ``groups``, whose root was found; else nothing.
+
+        The engine then raises on all ranks.
+        """
+        return ""
+
+    def at_end(self, groups: Sequence[ExtendedGroup]) -> None:
+        """Take notice that a pass over ``groups`` ends: a backward, or a forward without one.
+
+        A backward that ends with an error here leaves no gradients.
+        """
+
+    def at_block(self, groups: Sequence[ExtendedGroup]) -> None:
+        """Take notice that a ``with unsharded(...)`` block has gathered ``groups``."""
+
+    def at_commit(self, groups: Sequence[ExtendedGroup]) -> None:
+        """Take notice that gradients are in place, before hooks and optimizers see them."""
+
+
+ROOT_EXTENSIONS: list[RootExtension] = []
+"""What all roots of this process ask; packages append to it when they are imported."""
+
+
+def end_pass(groups: Sequence[ExtendedGroup]) -> None:
+    """End a pass over ``groups``; see ``RootExtension.at_end``."""
+    for each in ROOT_EXTENSIONS:
+        each.at_end(groups)
 
 
 def made_by(make: MakeExtension, group: ExtendedGroup) -> GroupExtension:

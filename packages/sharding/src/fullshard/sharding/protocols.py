@@ -18,7 +18,6 @@ from fullshard.comm import AllGather, Layout, ReduceConfig, TensorSpec, default_
 from fullshard.comm.spi import ReducePlan
 
 __all__ = [
-    "FallibleOffload",
     "FixedReshard",
     "FullWidth",
     "GradientOffload",
@@ -105,18 +104,6 @@ class Offload(Protocol):
 
     def arrived(self, device: torch.device) -> None:
         """Return when every copy begun on the current stream of ``device`` has arrived."""
-
-
-class FallibleOffload(Offload, Protocol):
-    """An offload that declares ``may_fail``: a rank may have errors that the others do not have.
-
-    After an error the policy returns wrong values, not an exception, for which other ranks would
-    wait. The engine asks each rank for its error at the end of a backward or of a forward without
-    gradients, and when a root is found, and raises it on all ranks.
-    """
-
-    def take_error(self) -> str:
-        """Return the first error since the last call; empty if there was none."""
 
 
 class GradientOffload(Offload, Protocol):

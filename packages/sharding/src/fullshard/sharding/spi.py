@@ -34,7 +34,6 @@ from fullshard.sharding.groups.param_group import group_of
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.lookup import groups_of, initialised_state, state_of, the_states
 from fullshard.sharding.hooks.module_state import ModuleState
-from fullshard.sharding.hooks.offload_errors import raise_lost_gradients
 from fullshard.sharding.hooks.schedule import ShardedModule, StepRecord
 from fullshard.sharding.mesh.mesh_info import device_of_mesh, device_type_of
 from fullshard.sharding.mesh.placements import EarlyReduction
@@ -89,7 +88,6 @@ __all__ = [
     "on_any_rank",
     "opened",
     "owner_of",
-    "raise_lost_gradients",
     "registry_of",
     "require_between_steps",
     "require_bool",

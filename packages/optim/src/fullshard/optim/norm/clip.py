@@ -23,13 +23,13 @@ from fullshard.comm.spi import (
     traits_of,
 )
 from fullshard.optim.norm.norm_group import NormGroup, Parameters, norm_group_of
+from fullshard.policies.spi import raise_lost_gradients
 from fullshard.sharding import GradientOffload
 from fullshard.sharding.spi import (
     flatten,
     gradients_of,
     local_shard,
     local_shards,
-    raise_lost_gradients,
     untraced,
 )
 

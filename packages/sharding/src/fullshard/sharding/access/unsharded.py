@@ -20,10 +20,10 @@ from fullshard.sharding.access.state_dict import require_between_steps
 from fullshard.sharding.base.checks import require_bool
 from fullshard.sharding.base.compat import untraced
 from fullshard.sharding.base.exchange import numbers_of_ranks
+from fullshard.sharding.extension import ROOT_EXTENSIONS
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
 from fullshard.sharding.hooks.lookup import state_of, the_states
 from fullshard.sharding.hooks.module_state import ModuleState
-from fullshard.sharding.hooks.offload_errors import raise_errors_of_gathers
 from fullshard.sharding.params.param_sharding import has_hooks
 
 __all__ = ["in_block", "on_any_rank", "opened", "unsharded"]
@@ -110,7 +110,8 @@ def opened(module: nn.Module, mode: Mode, *, recurse: bool) -> Iterator[None]:
                 full.launch()
             for full in own:
                 full.finish()
-            raise_errors_of_gathers([full.group for full in own])
+            for each in ROOT_EXTENSIONS:
+                each.at_block([full.group for full in own])
             for refusing in _modules_of(states, own):
                 hook = refusing.register_forward_pre_hook(_refuse_forward, prepend=True)
                 stack.callback(hook.remove)

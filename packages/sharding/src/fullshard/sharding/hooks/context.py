@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from types import FrameType
 
 import torch
@@ -37,8 +36,8 @@ from fullshard.comm.spi import (
 )
 from fullshard.sharding.base.compat import current_graph_task, functorch_is_active, untraced
 from fullshard.sharding.base.states import LeaseKind
+from fullshard.sharding.extension import ROOT_EXTENSIONS, end_pass
 from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.hooks import offload_errors
 from fullshard.sharding.hooks.compat import (
     calling_frame,
     is_running,
@@ -83,7 +82,6 @@ class RootContext:
         self.finalizes_by_hand = False
         self.backwards_ended = self._depth = 0
         self.post_optim_event: torch.Event | None = None
-        self._fallible: tuple[FSDPParamGroup, ...] = ()
         self._frame: FrameType | None = None  # what called the outermost forward
         # present while a backward is in progress, dead if it raised: autograd has dropped it
         self._backward_end: weakref.ref[Callable[[], None]] | None = None
@@ -95,7 +93,6 @@ class RootContext:
         """Take over ``states``, the root's first."""
         self.states = tuple(states)
         self.groups = tuple(dict.fromkeys(group for state in states for group in state.groups))
-        self._fallible = tuple(filter(offload_errors.may_fail, self.groups))
         for group in self.groups:
             group.share(self.shared)
             group.generation.replacements += 1  # lists of the groups of a root are made again
@@ -187,8 +184,8 @@ class RootContext:
             group.end_of_forward()
         for give_back in () if torch.is_grad_enabled() else IDLE:  # else backward follows
             give_back()
-        if self._fallible and not (raised or torch.is_grad_enabled()):
-            offload_errors.raise_errors_of_ranks(self._fallible, self.shared.queue)
+        if not (raised or torch.is_grad_enabled()):
+            end_pass(self.groups)
         if raised:
             leave_collectives(sys.exception())
 
@@ -298,8 +295,7 @@ class RootContext:
         self._release_expired()
         keep_copies_within_step(self.groups, is_last=is_last)
         self.schedule.buckets.launch_waiting()
-        if self._fallible:  # before groups end: a backward that raises leaves no gradients
-            offload_errors.raise_errors_of_ranks(self._fallible, self.shared.queue)
+        end_pass(self.groups)  # before groups end: a backward that raises leaves no gradients
         errors = [group.gradients.end_of_backward() for group in reversed(self.record.used_groups)]
         error = next(filter(None, errors), "")
         if not error:
@@ -312,18 +308,20 @@ class RootContext:
         """Wait for reductions, put the sharded gradients in place, and give frames back.
 
         Raises:
-            RuntimeError: on every rank, if a rank has lost a gradient that it had to read.
+            RuntimeError: on every rank, if a root extension finds an error.
         """
-        params = [param for group in self._fallible for param in group.params]
-        check = partial(offload_errors.raise_lost_gradients, params)
         try:
-            self.shared.queue.commit(check if self._fallible else None)
+            self.shared.queue.commit(self._check_committed if ROOT_EXTENSIONS else None)
             for each in [each for group in self.groups for each in group.extensions]:
                 each.on_commit()
         finally:
             self.shared.streams.collect_all()
             for give_back in IDLE:
                 give_back()
+
+    def _check_committed(self) -> None:
+        for each in ROOT_EXTENSIONS:
+            each.at_commit(self.groups)
 
     def finalize_backward(self) -> None:
         """Finish the backward of every group now, outside of a backward; ``commit`` follows.

@@ -14,12 +14,12 @@ from torch import nn
 
 from fullshard.sharding.base.compat import hooks_on_gradient
 from fullshard.sharding.base.forward_pass import Root
+from fullshard.sharding.extension import ROOT_EXTENSIONS
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.agreement import check_agreement
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.lookup import the_states
 from fullshard.sharding.hooks.module_state import ModuleState
-from fullshard.sharding.hooks.offload_errors import error_of_this_rank, may_fail
 from fullshard.sharding.hooks.unwritten_buffers import warn_of_unwritten
 
 __all__ = ["initialise_root"]
@@ -167,8 +167,9 @@ def _find_error(groups: list[FSDPParamGroup]) -> str:
         _check_devices(groups)
         for group in groups:
             group.gathering.prepare()
-        if error := error_of_this_rank(list(filter(may_fail, groups))):
-            raise ValueError(error)
+        for each in ROOT_EXTENSIONS:
+            if error := each.at_root(groups):
+                raise ValueError(error)
     except ValueError as error:
         return str(error)
     return ""
