@@ -25,8 +25,9 @@ from fullshard.comm import (
     same_host_transport,
 )
 from fullshard.comm.same_host import shared_peers
+from fullshard.insight import debug_mode
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.sharding import debug_mode, fully_shard
+from fullshard.sharding import fully_shard
 from fullshard.sharding.hooks.lookup import the_state
 from support.apart import apart, private_memory
 from support.failing import failing

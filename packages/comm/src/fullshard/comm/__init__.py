@@ -22,18 +22,18 @@ from fullshard.comm.collectives.gather import (
 from fullshard.comm.collectives.lists import all_gather_tensors, reduce_scatter_tensors
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight, foreach_reduce
 from fullshard.comm.collectives.replicas import all_reduce_shards
-from fullshard.comm.debug.debug import check_collective, debug_collectives, set_debug_collectives
-from fullshard.comm.debug.desync import CollectiveMismatchError
 from fullshard.comm.layouts.layout import BufferSpec, Layout, TensorSpec
 from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling, reduction_scaling
 from fullshard.comm.runtime.marked_blocks import file_access, waiting
 from fullshard.comm.runtime.observer import (
+    CollectiveMismatchError,
     CommStatistics,
     Event,
     EventKind,
     EventLog,
     Observer,
     StatisticsObserver,
+    check_collective,
     observe,
 )
 from fullshard.comm.runtime.streams import CommStreams
@@ -108,7 +108,6 @@ __all__ = [
     "all_gather_tensors",
     "all_reduce_shards",
     "check_collective",
-    "debug_collectives",
     "default_all_gather",
     "default_reduce_scatter",
     "file_access",
@@ -120,7 +119,6 @@ __all__ = [
     "reduction_scaling",
     "reset_shared_memory",
     "same_host_transport",
-    "set_debug_collectives",
     "set_shared_frames",
     "set_shared_memory",
     "shared_memory_statistics",

@@ -13,14 +13,6 @@ from fullshard.comm.collectives.coalescing import (
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.comm.collectives.replicas import AllReduceInFlight, SecondReduceInFlight
-from fullshard.comm.debug.calls import Call
-from fullshard.comm.debug.debug import (
-    DEBUGGED,
-    is_debugging,
-    leave_collectives,
-    resume_collectives,
-)
-from fullshard.comm.debug.desync import DesyncDetector
 from fullshard.comm.installed import import_extending
 from fullshard.comm.layouts.coded import CodedSpec, as_arrived, by_holder
 from fullshard.comm.layouts.layout import pieces_of, rank_major
@@ -30,6 +22,7 @@ from fullshard.comm.runtime.carriers import carrier_of, host_carrier_of
 from fullshard.comm.runtime.command_line import CommandParser
 from fullshard.comm.runtime.compat import (
     backend_names,
+    default_store,
     foreach_copy,
     foreach_lerp,
     foreach_norm,
@@ -38,9 +31,18 @@ from fullshard.comm.runtime.compat import (
 )
 from fullshard.comm.runtime.devices import DeviceTraits, can_pin, simulated, traits_of
 from fullshard.comm.runtime.host_reads import host_reads_by, host_values
-from fullshard.comm.runtime.observer import LISTENERS, TIMELINES, WATCHERS, Mark, emit, mark
+from fullshard.comm.runtime.observer import (
+    CHECKS,
+    LISTENERS,
+    TIMELINES,
+    WATCHERS,
+    Launch,
+    Mark,
+    emit,
+    mark,
+)
 from fullshard.comm.runtime.process_exit import finish_threads_at_exit
-from fullshard.comm.runtime.process_watch import record_process
+from fullshard.comm.runtime.process_watch import ProcessWatch, record_process, this_process
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.required import require
 from fullshard.comm.runtime.streams import StreamEvent
@@ -59,7 +61,7 @@ from fullshard.comm.transports.collective import Route
 from fullshard.comm.transports.rank_order import check_reduction, reduce_in_rank_order
 
 __all__ = [
-    "DEBUGGED",
+    "CHECKS",
     "FRAMES",
     "LISTENERS",
     "NOTHING",
@@ -70,15 +72,15 @@ __all__ = [
     "BlockPool",
     "Buffer",
     "BufferSource",
-    "Call",
     "CodedSpec",
     "CommandParser",
-    "DesyncDetector",
     "DeviceTraits",
     "FullTensors",
+    "Launch",
     "Mark",
     "NoRoomError",
     "OwnShards",
+    "ProcessWatch",
     "ReducePlan",
     "Route",
     "SecondReduceInFlight",
@@ -98,6 +100,7 @@ __all__ = [
     "coalesced_cap_mb",
     "coalescing_pays",
     "configs_coalesce",
+    "default_store",
     "emit",
     "exchange",
     "finish_threads_at_exit",
@@ -110,10 +113,8 @@ __all__ = [
     "host_reads_by",
     "host_values",
     "import_extending",
-    "is_debugging",
     "is_profiled",
     "is_served",
-    "leave_collectives",
     "mark",
     "named_range",
     "op_name",
@@ -126,10 +127,10 @@ __all__ = [
     "reduce_in_rank_order",
     "release_frames",
     "require",
-    "resume_collectives",
     "shard_views",
     "shares_memory",
     "simulated",
+    "this_process",
     "timeout_of",
     "traits_of",
 ]

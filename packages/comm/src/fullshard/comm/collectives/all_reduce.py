@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.debug.debug import check_collective
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.carriers import carrier_of
-from fullshard.comm.runtime.observer import EventKind, Mark, emit, marked_wait
+from fullshard.comm.runtime.observer import EventKind, Mark, check_collective, emit, marked_wait
 from fullshard.comm.same_host.lost_ranks import raise_located
 from fullshard.comm.same_host.same_host import AutomaticTransport, shares_memory
 

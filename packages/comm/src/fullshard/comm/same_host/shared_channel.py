@@ -17,9 +17,8 @@ from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from fullshard.comm.debug.desync import CollectiveMismatchError
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.observer import TIMELINES, Mark, marked_wait
+from fullshard.comm.runtime.observer import TIMELINES, CollectiveMismatchError, Mark, marked_wait
 from fullshard.comm.runtime.ranges import NOTHING
 from fullshard.comm.same_host.shared_collective import Pending, SharedCollective, mismatch
 from fullshard.comm.same_host.shared_peers import connect

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.comm.debug.desync import CollectiveMismatchError
+from fullshard.comm.runtime.observer import CollectiveMismatchError
 from fullshard.comm.same_host.shared_signals import Message, MessageKind
 
 __all__ = ["Pending", "SharedCollective", "gather_in_place", "mismatch"]
@@ -83,7 +83,7 @@ def mismatch(mine: SharedCollective, theirs: Message, rank: int) -> CollectiveMi
         other += " of other tensors" if gathers else " in another dtype or by another reduction"
     return CollectiveMismatchError(
         f"this rank is in {said}, rank {rank} in {other}. Run the same modules in the same "
-        "order on every rank; set_debug_collectives(True) says where they part."
+        "order on every rank; set_debug_mode(True) says where they part."
     )
 
 

@@ -20,8 +20,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.debug.debug import DEBUGGED, is_debugging
 from fullshard.comm.runtime.compat import without_grad
+from fullshard.comm.runtime.observer import CHECKS
 from fullshard.comm.same_host.shared_channel import Channel, NotHalfway, map_together
 from fullshard.comm.same_host.shared_collective import (
     Pending,
@@ -129,8 +129,8 @@ class SharedBuffer:
             self.window.show(self.frame.file.fd)
 
     def rest(self) -> None:
-        """Show what a buffer shows that this rank does not use: in debug mode poison."""
-        if DEBUGGED and is_debugging():
+        """Show what a buffer shows that this rank does not use: poison, if there are ``CHECKS``."""
+        if CHECKS:
             self.window.poison()
         else:
             self.show()

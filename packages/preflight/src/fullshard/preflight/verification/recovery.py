@@ -23,11 +23,12 @@ from fullshard.comm import (
     CollectiveMismatchError,
     EventKind,
     SharedMemoryError,
-    debug_collectives,
     same_host_transport,
     set_shared_memory,
 )
-from fullshard.comm.spi import Call, DesyncDetector, shares_memory
+from fullshard.comm.spi import Launch, shares_memory
+from fullshard.insight import debug_mode
+from fullshard.insight.spi import DesyncDetector
 from fullshard.preflight.compat import default_store
 from fullshard.preflight.verification.names import clean
 from fullshard.sharding import ShardedState
@@ -87,7 +88,7 @@ def meeting(step: int, model: nn.Module) -> AbstractContextManager[None]:
     if dist.get_world_size() == 1:
         return nullcontext()
     if step == 0 or _world() in _parted:
-        return debug_collectives(timeout=_PATIENCE)
+        return debug_mode(timeout=_PATIENCE)
     return _meeting_in_forward(model)
 
 
@@ -98,7 +99,7 @@ def _meeting_in_forward(model: nn.Module) -> Iterator[None]:
     def meet(name: str, module: nn.Module, inputs: Any) -> None:
         if not _gathers(module):
             return
-        call = Call(kind=EventKind.ALL_GATHER, name=name, nbytes=0, detail="in forward")
+        call = Launch(kind=EventKind.ALL_GATHER, name=name, nbytes=0, detail="in forward")
         try:
             detector.meet(call, _world(), _PATIENCE)
         except CollectiveMismatchError:
