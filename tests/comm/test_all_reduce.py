@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fullshard.comm import CollectiveMismatchError, EventKind, EventLog, debug_collectives, observe
+from fullshard.comm import CollectiveMismatchError, EventKind, EventLog, observe
 from fullshard.comm.collectives.all_reduce import all_reduce_numbers
+from fullshard.insight import debug_mode
 from fullshard.samehost.automatic import AutomaticTransport
 from fullshard.samehost.group import shared_group
 from support.apart import private_memory
@@ -75,7 +76,7 @@ def test_it_is_an_event_and_debug_mode_compares_it() -> None:
     assert (event.name, event.nbytes, event.rank) == ("three numbers", 12, dist.get_rank())
     with (
         pytest.raises(CollectiveMismatchError, match="three numbers"),
-        debug_collectives(timeout=20),
+        debug_mode(timeout=20),
     ):
         numbers = torch.ones(3 if dist.get_rank() else 4)
         all_reduce_numbers(numbers, group, name="three numbers")

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import time
 import tracemalloc
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from fullshard.comm import Event, EventKind, EventLog, StatisticsObserver, observe
-from fullshard.comm.runtime.observer import LISTENERS, emit
+from fullshard.comm import (
+    CollectiveMismatchError,
+    Event,
+    EventKind,
+    EventLog,
+    Layout,
+    StatisticsObserver,
+    TensorSpec,
+    default_reduce_scatter,
+    foreach_reduce,
+    observe,
+    reduction_scaling,
+)
+from fullshard.comm.runtime import observer
+from fullshard.comm.runtime.observer import LISTENERS, Launch, emit
+from support.collectives import reduce_config
+from support.ranks import distributed, world
 
 
 def test_events_reach_every_observer_in_order_while_it_listens() -> None:
@@ -108,15 +126,45 @@ def test_what_cannot_observe_is_refused() -> None:
 
 
 def test_statistics_count_events_and_bytes_of_every_kind() -> None:
-    observer = StatisticsObserver()
-    with observe(observer):
+    counts = StatisticsObserver()
+    with observe(counts):
         emit(EventKind.ALL_GATHER, nbytes=10)
         emit(EventKind.ALL_GATHER, nbytes=5)
         emit(EventKind.RESHARD)
-    statistics = observer.statistics()
+    statistics = counts.statistics()
     assert statistics.counts[EventKind.ALL_GATHER] == 2
     assert statistics.nbytes[EventKind.ALL_GATHER] == 15
     assert statistics.counts[EventKind.REDUCE_SCATTER] == 0
     assert sum(statistics.counts.values()) == 3
     lines = [line.split() for line in str(statistics).splitlines()]
     assert lines == [["event", "count", "bytes"], ["reshard", "1", "0"], ["all_gather", "2", "15"]]
+
+
+@distributed(2)
+def test_a_check_sees_a_reduction_before_its_launch_and_may_prevent_it() -> None:
+    group, given = world(), torch.ones(4)
+    scaling = reduction_scaling(2, torch.float32, averages=False)
+    config = reduce_config(group, default_reduce_scatter(group), scaling, name="layers.0")
+    layout = Layout([TensorSpec(shape=(4,), dtype=torch.float32)], 2)
+    seen: list[Launch] = []
+    log = EventLog()
+
+    def check(launch: Launch, ranks: dist.ProcessGroup, gradients: Any) -> None:
+        assert (ranks is group, gradients[0] is given, log.events) == (True, True, [])
+        seen.append(launch)
+        if len(seen) == 1:
+            raise CollectiveMismatchError(f"not {launch.name}")
+
+    observer.CHECKS.append(check)  # a name of the test's module would be a copy
+    try:
+        with observe(log):
+            with pytest.raises(CollectiveMismatchError, match=r"not layers\.0"):
+                foreach_reduce([given], layout, config)
+            (shard,) = foreach_reduce([given], layout, config).wait().shards
+    finally:
+        observer.CHECKS.remove(check)
+    assert torch.equal(shard, torch.ones(2))
+    detail = "float32, sum scaled by 1 before and 0.5 after"
+    nbytes = layout.buffer.slice_nbytes * 2
+    launch = Launch(kind="reduce_scatter", name="layers.0", nbytes=nbytes, detail=detail)
+    assert seen == [launch] * 2

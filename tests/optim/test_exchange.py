@@ -15,9 +15,9 @@ from fullshard.comm import (
     EventKind,
     EventLog,
     PeerLostError,
-    debug_collectives,
     observe,
 )
+from fullshard.insight import debug_mode
 from fullshard.optim.owners.exchange import ValueExchange
 from fullshard.samehost import SharedMemoryTransport, set_shared_memory
 from fullshard.samehost.group import shared_group
@@ -100,7 +100,7 @@ def test_one_that_would_take_too_much_shared_memory_goes_through_the_process_gro
 def test_it_is_an_event_of_what_this_rank_gives_and_debug_mode_compares_it() -> None:
     rank, log = dist.get_rank(), EventLog()
     exchange = ValueExchange({(0, 1): 5, (1, 0): 7}, torch.float32, CPU, world(), "values")
-    with debug_collectives(timeout=20), observe(log):
+    with debug_mode(timeout=20), observe(log):
         exchange.launch(partial(fill, 0), nothing).wait()
     (event,) = log.of(EventKind.ALL_TO_ALL)
     assert (event.name, event.nbytes) == ("values", 20 if rank == 0 else 28)

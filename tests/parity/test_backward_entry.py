@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import DefaultAllGather, ProcessGroupTransport
-from fullshard.sharding import FSDPModule, debug_mode, fully_shard
+from fullshard.insight import debug_mode
+from fullshard.sharding import FSDPModule, fully_shard
 from support.modules import Assembled
 from support.parity.compare import assert_equal, full, gradients_of, rounding
 from support.ranks import distributed

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import debug_collectives
+from fullshard.insight import debug_mode
 from fullshard.samehost import (
     SharedMemoryStatistics,
     SharedMemoryTransport,
@@ -296,7 +296,7 @@ def test_a_rank_that_ends_gives_its_frames_free() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @distributed(2)
 def test_in_debug_mode_a_buffer_that_was_left_reads_as_no_number(dtype: torch.dtype) -> None:
-    with new_group() as group, debug_collectives():
+    with new_group() as group, debug_mode():
         first, _, last = opened(group, 3)  # with two frames these two have one
         alias = first.memory.view(dtype)
         for turn in (20, 30):

@@ -23,9 +23,10 @@ from fullshard.comm import (
     EventLog,
     observe,
 )
+from fullshard.insight import debug_mode
 from fullshard.policies import CanonicalOrder, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.samehost import peers, same_host_transport
-from fullshard.sharding import debug_mode, fully_shard
+from fullshard.sharding import fully_shard
 from fullshard.sharding.hooks.lookup import the_state
 from support.apart import apart, private_memory
 from support.failing import failing

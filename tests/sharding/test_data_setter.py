@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.insight import debug_mode
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import debug_mode, fully_shard
+from fullshard.sharding import fully_shard
 from support.ranks import distributed
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
+import tokenize
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,7 +59,7 @@ class Log(GroupExtension):
 
 
 def _noting(name: str) -> Any:
-    return lambda self: self._note(name)
+    return lambda self, *args: self._note(name)
 
 
 for _name in METHODS:
@@ -105,9 +109,23 @@ def test_the_core_names_packages_that_extend_it_in_one_file_only() -> None:
     assert found == {("installed.py", name) for name in named}
 
 
+def test_no_name_in_the_code_of_the_core_is_about_debug_mode() -> None:
+    sources = [each.folder / "src" for each in MEMBERS if each.name in CORE]
+    files = [path for source in sources for path in source.rglob("*.py")]
+    found = set()
+    for path in files:
+        with tokenize.open(path) as file:
+            tokens = tokenize.generate_tokens(file.readline)
+            names = {each.string for each in tokens if each.type == tokenize.NAME}
+        found |= {(path.name, name) for name in names if "debug" in name.lower()}
+    assert len(files) > 80
+    assert not found
+
+
 STEP = [
     "before_gather SHARDED",
     "after_gather UNSHARDED",
+    "around_forward UNSHARDED",
     "before_reshard UNSHARDED",
     "before_gather SHARDED",
     "after_gather UNSHARDED",
@@ -134,7 +152,40 @@ def test_full_parameters_that_stay_are_idle_until_they_are_used_again() -> None:
     with torch.no_grad():
         model(torch.ones(2, 4))
         model(torch.ones(2, 4))
-    assert log.lines[2:] == ["on_idle UNSHARDED", "on_reuse UNSHARDED", "on_idle UNSHARDED"]
+    lines = ["on_idle", "on_reuse", "around_forward", "on_idle"]
+    assert log.lines[3:] == [f"{line} UNSHARDED" for line in lines]
+
+
+class _Around(GroupExtension):
+    """Runs each forward in a context that writes down when it begins and ends."""
+
+    def around_forward(self, name: str, groups: Sequence[ExtendedGroup]) -> Any:
+        self.lines: list[str] = []
+        return self._context(f"{name} with {[group.name for group in groups]}")
+
+    @contextmanager
+    def _context(self, forward: str) -> Iterator[None]:
+        self.lines.append(f"begin {forward}")
+        yield
+        self.lines.append(f"end {forward}")
+
+
+@pytest.mark.parametrize("error", [None, ArithmeticError, KeyboardInterrupt])
+@distributed(2)
+def test_a_forward_runs_in_the_contexts_of_extensions(error: type[BaseException] | None) -> None:
+    model, _ = _net()
+    around: Any = extend_groups(model[0], _Around)[0]
+
+    def hook(module: nn.Module, args: object) -> None:
+        assert around.lines == ["begin 0 with ['0']"]
+        if error is not None:
+            raise error
+
+    model[0].register_forward_pre_hook(hook)
+    with contextlib.suppress(*[error] if error else []):
+        model(torch.ones(2, 4))
+    model.reset_iter_state()
+    assert around.lines == ["begin 0 with ['0']", "end 0 with ['0']"]
 
 
 @distributed(2)
@@ -230,7 +281,7 @@ def test_what_raises_before_a_reshard_leaves_no_full_parameters() -> None:
 def test_inside_transforms_the_methods_are_called_as_in_a_step() -> None:
     model, (log, _) = _net(reshard_after_forward=True)
     torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 4))
-    assert log.lines[:6] == STEP[:6]
+    assert log.lines[:7] == STEP[:7]
 
 
 @distributed(2)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from fullshard.insight import debug_mode
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.sharding import debug_mode, fully_shard
+from fullshard.sharding import fully_shard
 from fullshard.sharding.base.states import ShardedState
 from support.apart import private_memory
 from support.events.models import DIM, batch, make_net

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.comm import debug_collectives
+from fullshard.insight import debug_mode
 from fullshard.policies import DepthPrefetch
 from fullshard.samehost import SharedMemoryStatistics, set_shared_frames, shared_memory_statistics
 from fullshard.sharding import fully_shard, unsharded
@@ -163,7 +163,7 @@ WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "one frame": lambda: frames(1),
     "two frames": lambda: frames(2),
     "given back between steps": lambda: frames(2, kept=0),
-    "poisoned": debug_collectives,
+    "poisoned": debug_mode,
 }
 
 
@@ -193,7 +193,7 @@ def test_in_debug_mode_a_loss_on_full_parameters_that_were_given_back_raises(kee
         kept[:] = [layer.weight.detach() if keeps == "weight" else layer.weight.data[1:3]]
 
     model[1].register_forward_pre_hook(keep)  # after the gather
-    with debug_collectives():
+    with debug_mode():
         output = model(batch(0))
         (given_back,) = kept
         with pytest.raises(RuntimeError, match="computed from full parameters after their memory"):

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import EventKind, EventLog, observe
-from fullshard.sharding import debug_mode
+from fullshard.insight import debug_mode
 from support.fsdp1_fronts import (
     OURS,
     TORCH,

@@ -23,18 +23,18 @@ from fullshard.comm.collectives.lists import all_gather_tensors, reduce_scatter_
 from fullshard.comm.collectives.lost_ranks import PeerLostError
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight, foreach_reduce
 from fullshard.comm.collectives.replicas import all_reduce_shards
-from fullshard.comm.debug.debug import check_collective, debug_collectives, set_debug_collectives
-from fullshard.comm.debug.desync import CollectiveMismatchError
 from fullshard.comm.layouts.layout import BufferSpec, Layout, TensorSpec
 from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling, reduction_scaling
 from fullshard.comm.runtime.marked_blocks import file_access, waiting
 from fullshard.comm.runtime.observer import (
+    CollectiveMismatchError,
     CommStatistics,
     Event,
     EventKind,
     EventLog,
     Observer,
     StatisticsObserver,
+    check_collective,
     observe,
 )
 from fullshard.comm.runtime.streams import CommStreams
@@ -98,7 +98,6 @@ __all__ = [
     "all_gather_tensors",
     "all_reduce_shards",
     "check_collective",
-    "debug_collectives",
     "default_all_gather",
     "default_reduce_scatter",
     "file_access",
@@ -108,6 +107,5 @@ __all__ = [
     "observe",
     "reduce_scatter_tensors",
     "reduction_scaling",
-    "set_debug_collectives",
     "waiting",
 ]

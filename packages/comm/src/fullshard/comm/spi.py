@@ -20,15 +20,6 @@ from fullshard.comm.collectives.in_place import (
 from fullshard.comm.collectives.lost_ranks import raise_located
 from fullshard.comm.collectives.reduce import ReducePlan
 from fullshard.comm.collectives.replicas import AllReduceInFlight, SecondReduceInFlight
-from fullshard.comm.debug.calls import Call
-from fullshard.comm.debug.debug import (
-    DEBUGGED,
-    POISON,
-    is_debugging,
-    leave_collectives,
-    resume_collectives,
-)
-from fullshard.comm.debug.desync import DesyncDetector
 from fullshard.comm.installed import EXTENSIONS, TRANSPORTS, import_installed
 from fullshard.comm.layouts.layout import PacksItself, pieces_of, rank_major
 from fullshard.comm.layouts.scaling import backend_averages, op_name
@@ -37,6 +28,7 @@ from fullshard.comm.runtime.carriers import carrier_of, host_carrier_of
 from fullshard.comm.runtime.command_line import CommandParser
 from fullshard.comm.runtime.compat import (
     backend_names,
+    default_store,
     foreach_copy,
     foreach_lerp,
     foreach_norm,
@@ -47,16 +39,23 @@ from fullshard.comm.runtime.compat import (
 from fullshard.comm.runtime.devices import DeviceTraits, can_pin, simulated, traits_of
 from fullshard.comm.runtime.host_reads import host_reads_by, host_values
 from fullshard.comm.runtime.observer import (
+    CHECKS,
     LISTENERS,
     TIMELINES,
     WATCHERS,
+    Launch,
     Mark,
     emit,
     mark,
     marked_wait,
 )
 from fullshard.comm.runtime.process_exit import finish_threads_at_exit
-from fullshard.comm.runtime.process_watch import host_identity, record_process
+from fullshard.comm.runtime.process_watch import (
+    ProcessWatch,
+    host_identity,
+    record_process,
+    this_process,
+)
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.required import require
 from fullshard.comm.runtime.streams import StreamEvent
@@ -68,14 +67,13 @@ from fullshard.comm.transports.default import DEFAULTS, default_transport
 from fullshard.comm.transports.rank_order import check_reduction, is_reduction, reduce_in_rank_order
 
 __all__ = [
-    "DEBUGGED",
+    "CHECKS",
     "DEFAULTS",
     "EPOCH",
     "EXTENSIONS",
     "IDLE",
     "LISTENERS",
     "NOTHING",
-    "POISON",
     "TIMELINES",
     "TRANSPORTS",
     "WATCHERS",
@@ -83,15 +81,15 @@ __all__ = [
     "BlockPool",
     "Buffer",
     "BufferSource",
-    "Call",
     "CommandParser",
     "Contribution",
-    "DesyncDetector",
     "DeviceTraits",
     "FullTensors",
+    "Launch",
     "Mark",
     "OwnShards",
     "PacksItself",
+    "ProcessWatch",
     "ReducePlan",
     "Route",
     "Rows",
@@ -112,6 +110,7 @@ __all__ = [
     "coalesced_cap_mb",
     "coalescing_pays",
     "configs_coalesce",
+    "default_store",
     "default_transport",
     "emit",
     "exchange",
@@ -127,11 +126,9 @@ __all__ = [
     "host_reads_by",
     "host_values",
     "import_installed",
-    "is_debugging",
     "is_profiled",
     "is_reduction",
     "is_served",
-    "leave_collectives",
     "mark",
     "marked_wait",
     "named_range",
@@ -144,9 +141,9 @@ __all__ = [
     "record_process",
     "reduce_in_rank_order",
     "require",
-    "resume_collectives",
     "shard_views",
     "simulated",
+    "this_process",
     "timeout_of",
     "traits_of",
     "without_grad",

@@ -1,9 +1,11 @@
-"""Measurements and checks of sharded models: statistics, slow ranks, and checks in debug mode.
+"""Measurements and checks of sharded models: statistics, slow ranks, and debug mode.
 
 Owns ``statistics`` and ``SlowRanks``, which read the counters and marks of ``fullshard.comm`` and
-``fullshard.sharding``. ``GatherChecks`` checks each group in debug mode. None changes a step.
+``fullshard.sharding``. In ``debug_mode`` ranks compare each collective before they launch it, and
+``GatherChecks`` checks each group. None changes the values of a step.
 """
 
+from fullshard.insight.debugging import debug_mode, set_debug_mode
 from fullshard.insight.gather_checks import GatherChecks, ParametersChangedError
 from fullshard.insight.model_statistics import (
     GroupStatistics,
@@ -37,6 +39,8 @@ __all__ = [
     "SlowRanks",
     "SlowRanksReport",
     "compare_ranks",
+    "debug_mode",
     "reset_statistics",
+    "set_debug_mode",
     "statistics",
 ]

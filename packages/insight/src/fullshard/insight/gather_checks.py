@@ -1,16 +1,35 @@
-"""Checks around gathers in debug mode: copies that are stale, and changes that would be lost.
+"""Checks around gathers in debug mode: copies that are stale, lost changes, and late reads.
 
 Checksums of the source shards tell that a copy is stale. Versions and addresses of full parameters
-tell that a user changed them while no module used them.
+tell that a user changed them while no module used them. Hooks on the tensors that autograd saves
+tell that backward reads a parameter whose group is sharded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import cast
+
 import torch
 
-from fullshard.comm.spi import is_debugging
-from fullshard.sharding import ExtendedGroup, ExtendedParameter, GroupExtension
-from fullshard.sharding.spi import addresses_of, current_graph_task, set_data, version_of
+from fullshard.insight.debugging import is_debugging
+from fullshard.sharding import (
+    ExtendedGroup,
+    ExtendedParameter,
+    FSDPParam,
+    FSDPParamGroup,
+    GroupExtension,
+    ShardedState,
+)
+from fullshard.sharding.spi import (
+    addresses_of,
+    current_graph_task,
+    set_data,
+    version_of,
+    watch_reads,
+)
 
 __all__ = ["GatherChecks", "ParametersChangedError"]
 
@@ -69,6 +88,15 @@ class GatherChecks(GroupExtension):
         """
         self._require_unwritten()
 
+    def around_forward(
+        self, name: str, groups: Sequence[ExtendedGroup]
+    ) -> AbstractContextManager[object] | None:
+        """Watch the reads of the parameters that autograd saves, of all groups at once."""
+        if is_debugging() and torch.is_grad_enabled() and groups[0] is self.group:
+            engines = cast(Sequence[FSDPParamGroup], groups)
+            return watch_reads(engines, partial(_require_full, name))
+        return None
+
     def _require_unwritten(self) -> None:
         """Raise for a change since ``on_idle()``, which parameters that alias shards may have."""
         idle, self._idle = self._idle, []
@@ -105,6 +133,18 @@ class GatherChecks(GroupExtension):
                 "optimizer's step or a state dict, so the copy is stale; call parameters_changed() "
                 "on the sharded module after changing parameters, on every rank"
             )
+
+
+def _require_full(module: str, param: FSDPParam) -> None:
+    """Raise if backward, which entered ``module``, reads ``param`` while its group is sharded."""
+    group = cast(FSDPParamGroup, param.group)
+    if group.state is not ShardedState.UNSHARDED and not group.gathering.keeps_storage:
+        raise RuntimeError(
+            f"backward reads {param.name}, which is sharded: backward entered module {module!r} "
+            "through a tensor that its forward did not return. Return that tensor from forward, "
+            "or call set_gather_on_read(True) on the sharded module, or keep the parameters with "
+            "set_reshard_after_forward(False)"
+        )
 
 
 def _mark(param: ExtendedParameter) -> tuple[int, int, torch.Tensor]:

@@ -83,7 +83,7 @@ def mismatch(mine: SharedCollective, theirs: Message, rank: int) -> CollectiveMi
         other += " of other tensors" if gathers else " in another dtype or by another reduction"
     return CollectiveMismatchError(
         f"this rank is in {said}, rank {rank} in {other}. Run the same modules in the same "
-        "order on every rank; set_debug_collectives(True) says where they part."
+        "order on every rank; set_debug_mode(True) says where they part."
     )
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import PeerLostError
-from fullshard.comm.spi import DEBUGGED, is_debugging, without_grad
+from fullshard.comm.spi import CHECKS, without_grad
 from fullshard.samehost.channel import Channel, NotHalfway, map_together
 from fullshard.samehost.collective import (
     Pending,
@@ -129,8 +129,8 @@ class SharedBuffer:
             self.window.show(self.frame.file.fd)
 
     def rest(self) -> None:
-        """Show what a buffer shows that this rank does not use: in debug mode poison."""
-        if DEBUGGED and is_debugging():
+        """Show what a buffer shows that this rank does not use: poison, if there are ``CHECKS``."""
+        if CHECKS:
             self.window.poison()
         else:
             self.show()

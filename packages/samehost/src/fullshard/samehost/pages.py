@@ -20,14 +20,13 @@ from enum import Enum
 
 import torch
 
-from fullshard.comm.spi import POISON
-
 __all__ = ["Shown", "Window", "give_back_pages", "whole_pages"]
 
 _MAP_FIXED = 0x10  # of Linux, as the next two; Python's mmap does not name them
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate
 _FAILED = ctypes.c_void_p(-1).value
+_POISON = 0xFF  # each byte: reads as NaN in all floating-point dtypes
 _POISON_NBYTES = 16 << 20  # mapped again and again: a process has room for some 60000 mappings
 _RIGHTS = mmap.PROT_READ | mmap.PROT_WRITE
 
@@ -128,7 +127,7 @@ class Window(mmap.mmap):
 @functools.cache
 def _poison_file() -> int:
     fd = os.memfd_create("fullshard-poison", os.MFD_CLOEXEC)
-    os.write(fd, bytes([POISON]) * _POISON_NBYTES)
+    os.write(fd, bytes([_POISON]) * _POISON_NBYTES)
     return fd
 
 

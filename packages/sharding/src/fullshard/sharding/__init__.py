@@ -4,8 +4,6 @@ Owns parameters, groups, modules, and the protocols that policies answer. Polici
 ``fullshard.policies``.
 """
 
-from fullshard.comm import debug_collectives as debug_mode
-from fullshard.comm import set_debug_collectives as set_debug_mode
 from fullshard.sharding.access.state_dict import full_state_dict, load_full_state_dict
 from fullshard.sharding.access.unsharded import unsharded
 from fullshard.sharding.api.extending import extend_groups
@@ -104,7 +102,6 @@ __all__ = [
     "UnshardHandle",
     "WireForms",
     "converted",
-    "debug_mode",
     "extend_groups",
     "full_state_dict",
     "fully_shard",
@@ -114,7 +111,6 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "require",
-    "set_debug_mode",
     "share_comm_ctx",
     "torchs_class",
     "unsharded",

@@ -7,6 +7,7 @@ calls each method at one place, and knows no subclass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -94,6 +95,16 @@ class GroupExtension:
 
     def after_gather(self) -> None:
         """Take notice that modules hold the full parameters of a gather."""
+
+    def around_forward(
+        self, name: str, groups: Sequence[ExtendedGroup]
+    ) -> AbstractContextManager[object] | None:
+        """Return a context in which a forward is to run, or None; the group is unsharded.
+
+        Args:
+            name: the full name of the module, or "(root)".
+            groups: the groups whose full parameters the module uses.
+        """
 
     def on_idle(self) -> None:
         """Take notice that full parameters stay in memory, and no module uses them now."""

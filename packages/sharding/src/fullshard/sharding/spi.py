@@ -34,6 +34,7 @@ from fullshard.sharding.groups.param_group import group_of
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.lookup import groups_of, initialised_state, state_of, the_states
 from fullshard.sharding.hooks.module_state import ModuleState
+from fullshard.sharding.hooks.saved_reads import watch_reads
 from fullshard.sharding.hooks.schedule import ShardedModule, StepRecord
 from fullshard.sharding.mesh.mesh_info import device_of_mesh, device_type_of
 from fullshard.sharding.mesh.placements import EarlyReduction
@@ -104,4 +105,5 @@ __all__ = [
     "the_states",
     "untraced",
     "version_of",
+    "watch_reads",
 ]

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.collectives.lost_ranks import raise_located
-from fullshard.comm.debug.debug import check_collective
 from fullshard.comm.layouts.scaling import ReduceOp
 from fullshard.comm.runtime.carriers import carrier_of
-from fullshard.comm.runtime.observer import EventKind, Mark, emit, marked_wait
+from fullshard.comm.runtime.observer import EventKind, Mark, check_collective, emit, marked_wait
 from fullshard.comm.transports.default import default_transport
 
 __all__ = ["all_reduce_numbers"]

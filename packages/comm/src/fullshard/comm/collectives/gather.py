@@ -16,11 +16,10 @@ import torch.distributed as dist
 
 from fullshard.comm.buffers.buffers import Buffer
 from fullshard.comm.collectives.lost_ranks import raise_located, wait_for
-from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout, PacksItself, TensorSpec
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.observer import LISTENERS, EventKind, emit
+from fullshard.comm.runtime.observer import CHECKS, LISTENERS, EventKind, emit
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.transports.collective import EPOCH, Route
@@ -155,8 +154,8 @@ class OwnShards:
         """Pack the shards, launch the all-gather and return it; see ``foreach_all_gather``."""
         layout, group, streams = self.layout, config.process_group, config.streams
         with named_range("all_gather", config.name) if is_profiled() else NOTHING:
-            if DEBUGGED:
-                check_layout(EventKind.ALL_GATHER, config.name, layout, group)
+            if CHECKS:
+                checks.check_launch(EventKind.ALL_GATHER, config.name, layout, group)
             route = self._route
             if route is None or self._routed is not config or route.epoch != EPOCH[0]:
                 route = config.collective.gather_route(group, config.device)

@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.collectives.lost_ranks import raise_located, wait_for
-from fullshard.comm.debug.debug import DEBUGGED, check_layout
 from fullshard.comm.layouts import checks
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.observer import LISTENERS, EventKind
+from fullshard.comm.runtime.observer import CHECKS, LISTENERS, EventKind
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.transports.config import GatherConfig
 from fullshard.comm.transports.transport import GatherBuffer
@@ -112,8 +111,9 @@ def foreach_all_gather_in_place(
         CollectiveMismatchError: if the ranks did not come to the same collective: here in debug
             mode, and otherwise in the wait.
     """
-    if DEBUGGED:
-        check_layout(EventKind.ALL_GATHER, config.name, full.layout, config.process_group)
+    if CHECKS:
+        group = config.process_group
+        checks.check_launch(EventKind.ALL_GATHER, config.name, full.layout, group)
     if LISTENERS:
         config.emit_launch(full.own_nbytes, full.nbytes)
     with named_range("all_gather", config.name) if is_profiled() else NOTHING:

@@ -18,12 +18,11 @@ import torch.distributed as dist
 from fullshard.comm.buffers.buffers import Buffer, allocate_from
 from fullshard.comm.buffers.packing import pack_gradients
 from fullshard.comm.collectives.lost_ranks import raise_located, wait_for
-from fullshard.comm.debug.debug import DEBUGGED, check_layout, check_unpoisoned, is_debugging
 from fullshard.comm.layouts import checks, views
 from fullshard.comm.layouts.layout import Layout
 from fullshard.comm.runtime.compat import no_relation
 from fullshard.comm.runtime.devices import traits_of
-from fullshard.comm.runtime.observer import LISTENERS
+from fullshard.comm.runtime.observer import CHECKS, LISTENERS
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.streams import StreamEvent
 from fullshard.comm.transports.collective import EPOCH, Route, require_work
@@ -176,9 +175,9 @@ class ReducePlan:
         layout, config, streams = self.sent, self.config, self.config.streams
         with named_range("post_backward_reduce", config.name) if is_profiled() else NOTHING:
             group, op = config.process_group, config.scaling.op
-            if DEBUGGED and is_debugging():
-                check_unpoisoned(gradients, config.name)
-                check_layout(config.kind, config.name, layout, group, config.scaling)
+            if CHECKS:
+                scaling = config.scaling
+                checks.check_launch(config.kind, config.name, layout, group, scaling, gradients)
             route = self._route
             if route is None or route.epoch != EPOCH[0]:
                 route = self._route = self._find_route()

@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from fullshard.comm.collectives.lost_ranks import raise_located, wait_for
 from fullshard.comm.collectives.reduce import ReducedShards, ReduceInFlight, ReducePlan
-from fullshard.comm.debug.debug import check_layout
+from fullshard.comm.layouts import checks
 from fullshard.comm.layouts.scaling import ReduceScaling
 from fullshard.comm.runtime.compat import without_grad
-from fullshard.comm.runtime.observer import EventKind, emit
+from fullshard.comm.runtime.observer import CHECKS, EventKind, emit
 from fullshard.comm.transports.default import default_transport
 
 __all__ = ["AllReduceInFlight", "SecondReduceInFlight", "all_reduce_shards"]
@@ -57,7 +57,8 @@ class AllReduceInFlight:
         output, plan, group = self._reduction.output, self._reduction.plan, self._process_group
         config, scaling, streams = plan.config, self._scaling, plan.config.streams
         rank, nbytes = group.rank(), output.nbytes
-        check_layout(EventKind.ALL_REDUCE, config.name, plan.layout, group, scaling)
+        if CHECKS:
+            checks.check_launch(EventKind.ALL_REDUCE, config.name, plan.layout, group, scaling)
         with streams.use(streams.all_reduce):
             streams.all_reduce.wait_event(self._reduction.event)
             if self._partial is not None:

@@ -1,7 +1,8 @@
 """Checks of the arguments of a list collective, before it is called.
 
-Owns: comparing tensors with a layout and a config, and the error messages. A rank that raises here
-has not entered a collective. Refuses: correcting arguments, and asking other ranks.
+Owns: comparing tensors with a layout and a config, the error messages, and what ``CHECKS`` see of a
+layout. A rank that raises here has not entered a collective. Refuses: correcting arguments, and
+asking other ranks.
 """
 
 from __future__ import annotations
@@ -13,14 +14,41 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.layouts.layout import Layout
+from fullshard.comm.layouts.scaling import ReduceScaling, op_name
+from fullshard.comm.runtime.observer import EventKind, check_collective
 
 __all__ = [
     "check_gradients",
+    "check_launch",
     "check_outputs",
     "check_reducible",
     "check_shards",
     "check_world",
 ]
+
+
+def check_launch(
+    kind: EventKind,
+    name: str,
+    layout: Layout,
+    process_group: dist.ProcessGroup,
+    scaling: ReduceScaling | None = None,
+    gradients: Sequence[torch.Tensor | None] = (),
+) -> None:
+    """Check the collective that moves the buffer of ``layout``; see ``check_collective``.
+
+    Before anything is packed, so that an error leaves nothing behind. An all-reduce moves a slice.
+    """
+    detail = str(layout.buffer.dtype).removeprefix("torch.")
+    if scaling is not None:
+        before, after = (
+            "a tensor" if isinstance(factor, torch.Tensor) else f"{factor:g}"
+            for factor in (scaling.pre, scaling.post)
+        )
+        detail += f", {op_name(scaling.op)} scaled by {before} before and {after} after"
+    slices = 1 if kind is EventKind.ALL_REDUCE else layout.world_size
+    nbytes = slices * layout.buffer.slice_nbytes
+    check_collective(kind, name, process_group, nbytes=nbytes, detail=detail, gradients=gradients)
 
 
 def check_world(layout: Layout, process_group: dist.ProcessGroup, name: str) -> int:

@@ -1,9 +1,9 @@
 """Events of collectives and sharding, and the observers that receive them.
 
 Owns: the kinds of event, the process-wide list of observers, and two observers that are always
-useful. Refuses: changing anything: an observer only reads events. An observer that raises is
-reported once and removed, because an observer must not break a collective. Without observers,
-``emit`` does nothing and does not read the clock.
+useful. An observer only reads events: if it raises, it is reported once and removed. ``CHECKS`` see
+each collective before its launch, and may raise instead. Without observers, ``emit`` does nothing
+and does not read the clock.
 """
 
 from __future__ import annotations
@@ -12,27 +12,35 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.runtime.process_exit import finish_threads_at_exit
 from fullshard.comm.runtime.required import require
 
 __all__ = [
+    "CHECKS",
     "LISTENERS",
     "TIMELINES",
     "WATCHERS",
+    "CollectiveMismatchError",
     "CommStatistics",
     "Event",
     "EventKind",
     "EventLog",
+    "Launch",
     "Mark",
     "Observer",
     "StatisticsObserver",
     "Timeline",
+    "check_collective",
     "emit",
     "mark",
     "marked_wait",
@@ -75,6 +83,11 @@ class EventKind(StrEnum):
     """Tensors were packed into a collective's input; bytes of that input."""
     COPY_OUT = "copy_out"
     """Full tensors were unpacked from a collective's output; bytes of those tensors."""
+    ABANDONED = "abandoned"
+    """A root's forward raised, or its backward did and is reset; ``sys.exception()`` is the error.
+    """
+    RESET = "reset"
+    """A root is about to be brought back to its shards, after an error or at a user's wish."""
 
 
 class Mark(StrEnum):
@@ -141,6 +154,35 @@ class Timeline(Protocol):
         """Keep the time at which ``kind`` happened to ``name``. It must not raise."""
 
 
+class CollectiveMismatchError(RuntimeError):
+    """Ranks did not come to the same collective; raised on all of them instead of a hang."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A collective that a rank is about to launch, as its ranks compare it.
+
+    Attributes:
+        kind: the kind of its event.
+        name: whose tensors it moves.
+        nbytes: bytes of the whole buffer.
+        detail: what else must be equal on all ranks, in words.
+    """
+
+    kind: str
+    name: str
+    nbytes: int
+    detail: str = ""
+
+
+_Gradients: TypeAlias = Sequence[torch.Tensor | None]
+
+CHECKS: list[Callable[[Launch, dist.ProcessGroup, _Gradients], None]] = []
+"""Called before each collective, with its ranks and the gradients that it reduces, if any.
+
+A check may raise to prevent the launch. The list is empty as a rule. While it is not, groups share
+no launches, and freed shared memory reads as NaN, so that an error names one group.
+"""
 LISTENERS: list[Observer] = []
 """Who listens now: to be looked at before ``emit`` is called, which then costs nothing."""
 WATCHERS: list[object] = []
@@ -167,6 +209,38 @@ def emit(
             observer.on_event(event)
         except Exception as error:  # the collective continues after any error of an observer
             _drop(observer, event, error)
+
+
+def check_collective(
+    kind: EventKind,
+    name: str,
+    process_group: dist.ProcessGroup,
+    *,
+    nbytes: int,
+    detail: str = "",
+    gradients: _Gradients = (),
+) -> None:
+    """Let ``CHECKS`` look at a collective before its launch; return at once if there are none.
+
+    Call it right before a collective of your own, and debug mode compares that one, too.
+
+    Args:
+        kind: ``ALL_GATHER``, ``REDUCE_SCATTER``, ``ALL_REDUCE`` or ``ALL_TO_ALL``.
+        name: whose tensors it moves.
+        process_group: the ranks that take part.
+        nbytes: bytes of the buffer.
+        detail: what else must be equal on all ranks, in words.
+        gradients: what it reduces, if that is a list of gradients.
+
+    Raises:
+        CollectiveMismatchError: on every rank alike, if debug mode is on and they did not come to
+            the same call in time.
+        ValueError: if debug mode is on and ``torch.distributed`` does not know the process group.
+    """
+    finish_threads_at_exit()
+    for check in tuple(CHECKS):  # other threads may add or remove one
+        launch = Launch(kind=kind.value, name=name, nbytes=nbytes, detail=detail)
+        check(launch, process_group, gradients)
 
 
 def mark(kind: Mark, name: str = "") -> None:

@@ -23,9 +23,10 @@ from fullshard.comm import (
     CollectiveMismatchError,
     EventKind,
     PeerLostError,
-    debug_collectives,
 )
-from fullshard.comm.spi import Call, DesyncDetector
+from fullshard.comm.spi import Launch
+from fullshard.insight import debug_mode
+from fullshard.insight.spi import DesyncDetector
 from fullshard.policies import CanonicalOrder
 from fullshard.preflight.compat import default_store
 from fullshard.preflight.verification.names import clean
@@ -90,7 +91,7 @@ def meeting(step: int, model: nn.Module) -> AbstractContextManager[None]:
     if dist.get_world_size() == 1:
         return nullcontext()
     if step == 0 or _world() in _parted:
-        return debug_collectives(timeout=_PATIENCE)
+        return debug_mode(timeout=_PATIENCE)
     return _meeting_in_forward(model)
 
 
@@ -101,7 +102,7 @@ def _meeting_in_forward(model: nn.Module) -> Iterator[None]:
     def meet(name: str, module: nn.Module, inputs: Any) -> None:
         if not _gathers(module):
             return
-        call = Call(kind=EventKind.ALL_GATHER, name=name, nbytes=0, detail="in forward")
+        call = Launch(kind=EventKind.ALL_GATHER, name=name, nbytes=0, detail="in forward")
         try:
             detector.meet(call, _world(), _PATIENCE)
         except CollectiveMismatchError:

@@ -40,7 +40,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -182,7 +182,7 @@ class Call:
         leased: for how many of the module's groups it holds a FORWARD lease.
         entered: whether it counts in the root's forward.
         forward_pass: the forward that a backward may follow; absent where gradients are off.
-        reads: open while hooks watch the tensors that autograd saves; None: they do not.
+        contexts: those in which forward runs; None: there are none.
         in_transform: whether it runs inside a transform; see [Note: transforms].
         stand_ins: what its inputs hold while it runs.
         inputs: the nodes before its inputs.
@@ -196,13 +196,25 @@ class Call:
     leased: int = 0
     entered: bool = False
     forward_pass: ForwardPass | None = None
-    reads: ExitStack | None = None
+    contexts: ExitStack | None = None
     in_transform: bool = False
     stand_ins: StandIns = field(default_factory=StandIns)
     inputs: CallInputs = field(default_factory=CallInputs)
     watched: Sequence[torch.Tensor] = ()
     others: Sequence[torch.Tensor] = ()
     containers: Sequence[Any] = ()
+
+    def enter(self, context: AbstractContextManager[object] | None) -> None:
+        """Let forward run in ``context``, if there is one."""
+        if context is not None:
+            if self.contexts is None:
+                self.contexts = ExitStack()
+            self.contexts.enter_context(context)
+
+    def leave(self) -> None:
+        """Leave the contexts: forward has run, or was interrupted."""
+        if self.contexts is not None:
+            self.contexts.close()
 
     def watch_inputs(
         self,

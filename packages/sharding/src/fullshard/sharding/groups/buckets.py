@@ -6,8 +6,8 @@ own: its parameters are freed when its own last lease returns.
 [Note: learning order] After each forward of the root the groups that it gathered are known, in
 order; those that follow one another, and are small enough for that to pay, make a bucket. The
 modules that ran may differ between ranks; the gathers may not differ, so all ranks make equal
-buckets. In debug mode there are none: what each rank gathers is compared group by group, so that
-the group is named in which they differ.
+buckets. While there are ``CHECKS`` of collectives, no group is in a bucket: ranks then compare
+their gathers group by group, so that an error names the group in which they differ.
 
 [Note: coalesced gathers] The first gather in a bucket gathers all its groups, as if each had been
 prefetched. A bucket is gathered only while all its groups are sharded and unchanged since the
@@ -24,13 +24,12 @@ from operator import attrgetter
 
 from fullshard.comm import AllGatherInFlight, EventKind, GatherConfig
 from fullshard.comm.spi import (
-    DEBUGGED,
+    CHECKS,
     LISTENERS,
     FullTensors,
     coalescing_pays,
     configs_coalesce,
     emit,
-    is_debugging,
     rank_major,
 )
 from fullshard.sharding.base.states import LeaseKind, ShardedState
@@ -144,7 +143,7 @@ class Buckets:
     def learn(self, gathered: Sequence[FSDPParamGroup]) -> None:
         """Divide ``gathered``, the gathers of a forward, into buckets, if it or a group changed."""
         known = gathered == self.gathered and not any(map(_is_void, self.gathers))
-        if known or not gathered or (DEBUGGED and is_debugging()):
+        if known or not gathered or CHECKS:
             return
         self.clear()
         self.gathered = list(gathered)

@@ -11,7 +11,6 @@ and when a forward without a backward ends.
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,18 +20,16 @@ from types import FrameType
 
 import torch
 
-from fullshard.comm import CommStreams
+from fullshard.comm import CommStreams, EventKind
 from fullshard.comm.spi import (
-    DEBUGGED,
+    CHECKS,
     IDLE,
     NOTHING,
     TIMELINES,
     Mark,
-    is_debugging,
+    emit,
     is_profiled,
-    leave_collectives,
     mark,
-    resume_collectives,
 )
 from fullshard.sharding.base.compat import current_graph_task, functorch_is_active, untraced
 from fullshard.sharding.base.states import LeaseKind
@@ -167,7 +164,7 @@ class RootContext:
             record.drop_post_forward()  # forwards without gradients
         record.last_forward, record.forward = record.forward, Order()
         torch.clear_autocast_cache()  # see [Note: autocast]
-        if DEBUGGED and is_debugging():
+        if CHECKS:
             self.schedule.buckets.clear()
         event, self.post_optim_event = self.post_optim_event, None
         self.shared.streams.synchronize_with_current(event)
@@ -187,7 +184,7 @@ class RootContext:
         if not (raised or torch.is_grad_enabled()):
             end_pass(self.groups)
         if raised:
-            leave_collectives(sys.exception())
+            emit(EventKind.ABANDONED)
 
     def _recover(self) -> None:
         """Cleans up after a backward that raised: its end-of-backward callback did not run."""
@@ -352,10 +349,9 @@ class RootContext:
 
         Sharded gradients of backwards that ended well stay, and reductions of theirs are finished.
         """
-        if self._backward_end is None:
-            resume_collectives()
-        else:
-            leave_collectives(sys.exception())
+        if self._backward_end is not None:
+            emit(EventKind.ABANDONED)
+        emit(EventKind.RESET)
         self.shared.queue.commit_sealed()
         if self._depth:  # a forward that did not end is none to prefetch by
             self.record.forward = self.record.last_forward

@@ -17,15 +17,7 @@ import torch
 from torch import nn
 
 from fullshard.comm import EventKind
-from fullshard.comm.spi import (
-    DEBUGGED,
-    NOTHING,
-    WATCHERS,
-    emit,
-    is_debugging,
-    is_profiled,
-    named_range,
-)
+from fullshard.comm.spi import NOTHING, WATCHERS, emit, is_profiled, named_range
 from fullshard.sharding.base.casting import InputCasts
 from fullshard.sharding.base.compat import (
     current_graph_task,
@@ -196,12 +188,15 @@ class ModuleState:
                 for group in target.groups:
                     group.drop_stale()
                     schedule.prefetch(group)
+        for group in self.groups:
+            for each in group.extensions:
+                call.enter(each.around_forward(self.label, self.groups))
         if not torch.is_grad_enabled():
             return args, kwargs
         forward_pass = self._pass_of(first, call)
-        if self.gathers_on_read or (DEBUGGED and is_debugging()):
-            hook = partial(self.pre_backward, forward_pass, None) if self.gathers_on_read else None
-            call.reads = watch_reads(self.label, self.groups, hook)
+        if self.gathers_on_read:  # after extensions: the last hooks on saved tensors count
+            hook = partial(self.pre_backward, forward_pass, None)
+            call.enter(watch_reads(self.groups, hook))
         return call.watch_inputs(self.post_backward, forward_pass, args, kwargs)
 
     def _begin_pass(self, module: nn.Module) -> bool:
@@ -247,8 +242,7 @@ class ModuleState:
                 call = self._calls.pop()
                 call.stand_ins.take_back()
                 output = call.stand_ins.returned(output)
-                if call.reads is not None:
-                    call.reads.close()
+                call.leave()
                 if call.in_transform:
                     output = self._end_in_transform(call, output)
                 else:
@@ -390,6 +384,7 @@ class ModuleState:
     def reset(self) -> None:
         """Forget the calls in progress."""
         for call in reversed(self._calls):
+            call.leave()
             call.stand_ins.take_back()
         self._calls.clear()
         self._to_run.clear()

@@ -7,8 +7,8 @@ Backward asks for each saved tensor, for a loss on any tensor. See [Note: reads]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from typing import NamedTuple, cast
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 
@@ -22,22 +22,17 @@ __all__ = ["watch_reads"]
 
 
 def watch_reads(
-    label: str, groups: Iterable[FSDPParamGroup], on_read: Callable[[], object] | None
-) -> ExitStack:
-    """Watch the tensors that autograd saves until the returned stack is closed.
+    groups: Iterable[FSDPParamGroup], on_read: Callable[[FSDPParam], object]
+) -> AbstractContextManager[object] | None:
+    """Return a context in which the tensors that autograd saves are watched.
 
-    Hooks of checkpointing or of a user stay in charge; then nothing is watched.
+    Hooks of checkpointing or of a user stay in charge; then nothing is watched: None.
 
     Args:
-        label: the name of the module whose forward begins.
-        groups: the groups of the module, unsharded now.
-        on_read: called when backward reads a parameter, before it gets the values; None: raise a
-            ``RuntimeError`` if the group is sharded then.
+        groups: the groups of the module whose forward begins, unsharded now.
+        on_read: called when backward reads a parameter, before it gets the values.
     """
-    stack = ExitStack()
-    if may_hook_saved_tensors(_SavedReads):
-        stack.enter_context(_SavedReads(label, groups, on_read))
-    return stack
+    return _SavedReads(groups, on_read) if may_hook_saved_tensors(_SavedReads) else None
 
 
 class _Saved(NamedTuple):
@@ -58,9 +53,8 @@ class _SavedReads(torch.autograd.graph.saved_tensors_hooks):
     """The hooks of one forward on the tensors that autograd saves."""
 
     def __init__(
-        self, label: str, groups: Iterable[FSDPParamGroup], on_read: Callable[[], object] | None
+        self, groups: Iterable[FSDPParamGroup], on_read: Callable[[FSDPParam], object]
     ) -> None:
-        self._label = label
         self._on_read = on_read
         self._params: dict[int, list[FSDPParam]] = {}  # by storage
         for group in groups:
@@ -79,7 +73,7 @@ class _SavedReads(torch.autograd.graph.saved_tensors_hooks):
     @untraced
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         if saved.param is not None:
-            self._read(saved.param)
+            self._on_read(saved.param)
         version = version_of(saved.tensor)
         if version != saved.version:  # torch leaves this check to hooks
             raise RuntimeError(
@@ -88,20 +82,6 @@ class _SavedReads(torch.autograd.graph.saved_tensors_hooks):
                 "clone the tensor before the change"
             )
         return saved.tensor
-
-    def _read(self, param: FSDPParam) -> None:
-        """Gather for a read of ``param``, or raise if its group is sharded."""
-        if self._on_read is not None:
-            self._on_read()
-            return
-        group = cast(FSDPParamGroup, param.group)
-        if group.state is not ShardedState.UNSHARDED and not group.gathering.keeps_storage:
-            raise RuntimeError(
-                f"backward reads {param.name}, which is sharded: backward entered module "
-                f"{self._label!r} through a tensor that its forward did not return. Return that "
-                "tensor from forward, or call set_gather_on_read(True) on the sharded module, or "
-                "keep the parameters with set_reshard_after_forward(False)"
-            )
 
 
 def _first_byte(tensor: torch.Tensor) -> int:

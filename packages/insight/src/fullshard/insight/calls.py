@@ -1,16 +1,13 @@
-"""A collective that a rank is about to launch, and how reports say it.
-
-Owns: what is compared between ranks, and the words for it. Refuses: comparing (see ``desync``).
-"""
+"""The words of reports for collectives that ranks are about to launch, and for the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
-from fullshard.comm.runtime.observer import EventKind
+from fullshard.comm import EventKind
+from fullshard.comm.spi import Launch
 
-__all__ = ["Call", "said", "say_ranks", "says"]
+__all__ = ["said", "say_ranks", "says"]
 
 _VERBS: dict[str, tuple[str, str, str]] = {
     EventKind.ALL_GATHER: ("gathers", "gather", "gathered"),
@@ -20,32 +17,15 @@ _VERBS: dict[str, tuple[str, str, str]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """A collective that a rank is about to launch.
-
-    Attributes:
-        kind: the value of its ``EventKind``.
-        name: whose tensors.
-        nbytes: of the whole buffer.
-        detail: other facts that must be equal on all ranks: dtypes, the reduction.
-    """
-
-    kind: str
-    name: str
-    nbytes: int
-    detail: str
-
-
-def says(call: Call, form: int = 0, *, full: bool = False) -> str:
+def says(call: Launch, form: int = 0, *, full: bool = False) -> str:
     """The call in words: "gathers layers.17"; ``form`` 1: "gather ...", 2: "gathered ..."."""
     said = f"{_VERBS[call.kind][form]} {call.name or 'tensors without a name'}"
     return f"{said} ({call.nbytes} bytes, {call.detail})" if full else said
 
 
-def said(calls: Mapping[int, Call]) -> str:
+def said(calls: Mapping[int, Launch]) -> str:
     """The calls of all ranks, grouped, in the shortest form that distinguishes them."""
-    distinct: dict[Call, list[int]] = {}
+    distinct: dict[Launch, list[int]] = {}
     for rank, call in calls.items():
         distinct.setdefault(call, []).append(rank)
     full = len({says(call) for call in distinct}) < len(distinct)

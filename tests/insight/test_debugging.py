@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import tracemalloc
@@ -23,7 +24,6 @@ from fullshard.comm import (
     all_gather_tensors,
     all_reduce_shards,
     check_collective,
-    debug_collectives,
     default_reduce_scatter,
     foreach_all_gather,
     foreach_all_gather_copy_out,
@@ -31,12 +31,12 @@ from fullshard.comm import (
     observe,
     reduce_scatter_tensors,
     reduction_scaling,
-    set_debug_collectives,
 )
-from fullshard.comm.debug.calls import Call
-from fullshard.comm.debug.debug import is_debugging, leave_collectives, resume_collectives
-from fullshard.comm.debug.desync import DesyncDetector
 from fullshard.comm.runtime.compat import default_store
+from fullshard.comm.spi import CHECKS, LISTENERS, Launch
+from fullshard.insight import debug_mode, set_debug_mode
+from fullshard.insight.debugging import is_debugging, leave_collectives, resume_collectives
+from fullshard.insight.desync import DesyncDetector
 from support.collectives import gather_config, reduce_config
 from support.ranks import RanksFailed, cpu_mesh, distributed, run_on_ranks, world
 from support.threads.ranks import ThreadRank
@@ -86,12 +86,12 @@ def test_ranks_that_agree_get_the_same_bits_with_debug_mode_and_without() -> Non
     specs = [TensorSpec(shape=tuple(each.shape), dtype=each.dtype) for each in gradients]
     results = []
     for debug in (False, True):
-        set_debug_collectives(debug)
+        set_debug_mode(debug)
         log = EventLog()
         with observe(log):
             shards = reduce_scatter_tensors(gradients, None, world())
             results.append((all_gather_tensors(shards, specs, world()), log.kinds()))
-    set_debug_collectives(False)
+    set_debug_mode(False)
     (plain, plain_shardings), (debugged, kinds) = results
     assert kinds == plain_shardings
     assert all(torch.equal(*pair) for pair in zip(plain, debugged, strict=True))
@@ -101,7 +101,7 @@ def test_the_store_does_not_grow_with_collectives_or_contexts() -> None:
     def body(rank: ThreadRank) -> list[int]:
         sizes = []
         for _ in range(3):
-            with debug_collectives(timeout=AGES):
+            with debug_mode(timeout=AGES):
                 for name in ("a", "b", "c"):
                     gather(name)
                     reduce(name)
@@ -119,7 +119,7 @@ def test_a_process_group_of_one_rank_has_nobody_to_meet() -> None:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     group = groups[dist.get_rank()]
     assert isinstance(group, dist.ProcessGroup)
-    with debug_collectives(timeout=AGES):
+    with debug_mode(timeout=AGES):
         check_collective(EventKind.ALL_GATHER, f"of rank {dist.get_rank()}", group, nbytes=8)
     for each in groups:
         if each is group:
@@ -131,7 +131,7 @@ def test_ranks_that_are_threads_are_told_apart() -> None:
         if rank.rank == 3:
             assert not is_debugging()
         rank.group.barrier().wait()
-        with debug_collectives(timeout=AGES):
+        with debug_mode(timeout=AGES):
             gather("layers.0")
             report = report_of(lambda: gather(f"layers.{2 if rank.rank == 5 else 1}"))
             gather("layers.2")
@@ -145,13 +145,15 @@ def test_ranks_that_are_threads_are_told_apart() -> None:
 def test_debug_mode_of_one_thread_is_not_that_of_another_rank() -> None:
     def body(rank: ThreadRank) -> None:
         if rank.rank == 0:
-            set_debug_collectives(True)
+            set_debug_mode(True)
         rank.group.barrier().wait()
         assert is_debugging() == (rank.rank == 0)
         rank.group.barrier().wait()
 
     run_program_on_threads(body, 2)
+    gc.collect()
     assert not is_debugging()
+    assert not CHECKS and not LISTENERS  # the world that was debugged is gone
 
 
 # -- ranks that do not ----------------------------------------------------------------------------
@@ -163,7 +165,7 @@ def test_another_tensor_another_collective_and_another_order_are_told_by_name() 
     number = dist.get_world_size() - 1
     others = "rank 0" if number == 1 else f"ranks 0-{number - 1}"
     verb = "s" if number == 1 else ""
-    with debug_collectives(timeout=AGES):
+    with debug_mode(timeout=AGES):
         gather("layers.16")
         report = report_of(lambda: gather("layers.17") if not last else reduce("layers.18"))
         assert f"{others} gather{verb} layers.17, rank {number} reduces layers.18." in report
@@ -175,7 +177,7 @@ def test_another_tensor_another_collective_and_another_order_are_told_by_name() 
 @distributed(2)
 def test_sizes_dtypes_and_scalings_are_told_where_names_are_equal() -> None:
     rank = dist.get_rank()
-    with debug_collectives(timeout=AGES):
+    with debug_mode(timeout=AGES):
         report = report_of(lambda: gather("a", rows=4 + 8 * rank))
         assert (
             "rank 0 gathers a (32 bytes, float32), rank 1 gathers a (64 bytes, float32)" in report
@@ -201,7 +203,7 @@ def test_an_all_reduce_over_replicas_is_compared_with_the_replicas_alone() -> No
         return all_reduce_shards(sharded, mesh.get_group("replicate"), scaling).wait().shards[0]
 
     rank = dist.get_rank()
-    with debug_collectives(timeout=AGES):
+    with debug_mode(timeout=AGES):
         assert torch.equal(all_reduce("layer"), torch.ones(2))
         with pytest.raises(CollectiveMismatchError) as caught:
             all_reduce("layer" if rank < 2 else "other")
@@ -216,7 +218,7 @@ def test_an_all_reduce_over_replicas_is_compared_with_the_replicas_alone() -> No
 @distributed(2, 4)
 def test_a_rank_that_does_not_come_is_told_with_its_last_collective() -> None:
     number = dist.get_world_size() - 1
-    with debug_collectives(timeout=0.5):
+    with debug_mode(timeout=0.5):
         gather("layers.16")
         if dist.get_rank() != number:
             with pytest.raises(CollectiveMismatchError) as caught:
@@ -236,7 +238,7 @@ def test_a_rank_that_does_not_come_is_told_with_its_last_collective() -> None:
 @distributed(2, fresh=True)
 def test_a_rank_that_never_was_in_debug_mode_is_told_so() -> None:
     if dist.get_rank() == 0:
-        with debug_collectives(timeout=0.2), pytest.raises(CollectiveMismatchError) as caught:
+        with debug_mode(timeout=0.2), pytest.raises(CollectiveMismatchError) as caught:
             gather("a")
         assert "rank 1 has not come to any collective in debug mode" in str(caught.value)
     dist.barrier()
@@ -247,14 +249,14 @@ def test_ranks_that_wait_for_one_another_in_different_groups_are_told_apart() ->
     mesh = cpu_mesh((2, 2), ("replicate", "shard"))
     rank = dist.get_rank()
     axes = ("shard", "replicate") if rank in (0, 3) else ("replicate", "shard")
-    with debug_collectives(timeout=0.5), pytest.raises(CollectiveMismatchError) as caught:
+    with debug_mode(timeout=0.5), pytest.raises(CollectiveMismatchError) as caught:
         for axis in axes:
             check_collective(EventKind.ALL_REDUCE, axis, mesh.get_group(axis), nbytes=4)
     assert "waits for rank" in str(caught.value)
 
 
 def _rank_1_ends(how: Callable[[], None]) -> None:
-    with debug_collectives(timeout=AGES):
+    with debug_mode(timeout=AGES):
         gather("layers.16")
         if dist.get_rank() == 1:
             how()
@@ -285,7 +287,7 @@ def test_a_rank_that_has_ended_is_told_long_before_the_timeout(
 @distributed(2)
 def test_a_rank_that_gives_up_is_told_at_once_and_all_go_on() -> None:
     rank = dist.get_rank()
-    with debug_collectives(timeout=AGES):
+    with debug_mode(timeout=AGES):
         gather("layers.16")
         if rank == 1:
             leave_collectives(ValueError("no such token\nsecond line"))
@@ -306,8 +308,8 @@ def test_a_rank_that_gives_up_is_told_at_once_and_all_go_on() -> None:
 def test_an_exception_that_leaves_the_context_is_told_at_once() -> None:
     with (
         pytest.raises((ArithmeticError, CollectiveMismatchError)) as caught,
-        debug_collectives(timeout=AGES),
-        debug_collectives(timeout=AGES),
+        debug_mode(timeout=AGES),
+        debug_mode(timeout=AGES),
     ):
         if dist.get_rank() == 0:
             raise ArithmeticError
@@ -317,7 +319,7 @@ def test_an_exception_that_leaves_the_context_is_told_at_once() -> None:
             "rank 0 raised ArithmeticError, before its first collective. Meanwhile rank 1 gat"
             in (str(caught.value))
         )
-    with debug_collectives(timeout=AGES):  # a context begins anew
+    with debug_mode(timeout=AGES):  # a context begins anew
         gather("b")
 
 
@@ -325,7 +327,7 @@ def test_an_exception_that_leaves_the_context_is_told_at_once() -> None:
 def test_every_rank_hears_of_a_mismatch_among_some() -> None:
     mesh = cpu_mesh((2, 2), ("replicate", "shard"))
     rank = dist.get_rank()
-    with debug_collectives(timeout=AGES), pytest.raises(CollectiveMismatchError) as caught:
+    with debug_mode(timeout=AGES), pytest.raises(CollectiveMismatchError) as caught:
         name = f"of rank {rank}" if rank < 2 else "equal"
         check_collective(EventKind.ALL_GATHER, name, mesh.get_group("shard"), nbytes=4)
         check_collective(EventKind.ALL_REDUCE, "equal", mesh.get_group("replicate"), nbytes=4)
@@ -334,7 +336,7 @@ def test_every_rank_hears_of_a_mismatch_among_some() -> None:
 
 @distributed(2)
 def test_until_a_rank_resumes_even_equal_collectives_raise() -> None:
-    with debug_collectives(timeout=AGES):
+    with debug_mode(timeout=AGES):
         names = ("a", "c", "c") if dist.get_rank() == 0 else ("b", "c")  # 0 tries once more
         for name in names:
             with pytest.raises(CollectiveMismatchError, match="rank 0 gathers a, rank 1 gathers b"):
@@ -351,7 +353,7 @@ def test_a_store_that_is_gone_is_told_with_what_this_rank_was_doing() -> None:
     client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
     desync_detector = DesyncDetector(client, dist.get_rank(), dist.get_world_size())
     del server
-    call = Call(kind=EventKind.ALL_GATHER, name="layers.3", nbytes=4, detail="")
+    call = Launch(kind=EventKind.ALL_GATHER, name="layers.3", nbytes=4, detail="")
     for _ in range(2):
         with pytest.raises(CollectiveMismatchError, match=r"gathers layers\.3, but cannot ask"):
             desync_detector.meet(call, world(), AGES)
@@ -359,7 +361,7 @@ def test_a_store_that_is_gone_is_told_with_what_this_rank_was_doing() -> None:
 
 @distributed(2)
 def test_a_second_world_in_the_same_store_finds_nothing_of_the_first() -> None:
-    call = Call(kind=EventKind.ALL_GATHER, name="a", nbytes=4, detail="")
+    call = Launch(kind=EventKind.ALL_GATHER, name="a", nbytes=4, detail="")
     store = dist.PrefixStore("second world", default_store())
     for _ in range(2):
         desync_detector = DesyncDetector(store, dist.get_rank(), dist.get_world_size())
@@ -391,8 +393,8 @@ def test_debug_mode_that_is_off_looks_at_nothing_and_makes_nothing() -> None:
 
 @distributed(2)
 def test_contexts_nest_and_the_whole_rank_may_be_debugged() -> None:
-    with debug_collectives(timeout=AGES):
-        with debug_collectives(timeout=0.2):
+    with debug_mode(timeout=AGES):
+        with debug_mode(timeout=0.2):
             for rank in (0, 1):
                 if dist.get_rank() == rank:
                     with pytest.raises(CollectiveMismatchError, match=r"within 0\.2 s"):
@@ -402,13 +404,13 @@ def test_contexts_nest_and_the_whole_rank_may_be_debugged() -> None:
         gather("a")
         assert is_debugging()
     assert not is_debugging()
-    set_debug_collectives(False)
-    set_debug_collectives(True, timeout=AGES)
-    with debug_collectives():
+    set_debug_mode(False)
+    set_debug_mode(True, timeout=AGES)
+    with debug_mode():
         gather("b")
     assert is_debugging()
     report_of(lambda: gather(f"of rank {dist.get_rank()}"))
-    set_debug_collectives(False)
+    set_debug_mode(False)
     assert not is_debugging()
     gather(f"of rank {dist.get_rank()}")  # nobody looks
 
@@ -418,20 +420,20 @@ def test_arguments_are_checked() -> None:
     for timeout in (0.0, -1.0, float("inf"), float("nan")):
         with (
             pytest.raises(ValueError, match="finite number of seconds"),
-            debug_collectives(timeout=timeout),
+            debug_mode(timeout=timeout),
         ):
             pass
     for wrong in ("1", True, None):
         with pytest.raises(TypeError, match="pass seconds as a number"):
-            set_debug_collectives(True, timeout=wrong)  # type: ignore[arg-type]
+            set_debug_mode(True, timeout=wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="pass True or False"):
-        set_debug_collectives(1)  # type: ignore[arg-type]
+        set_debug_mode(1)  # type: ignore[arg-type]
     assert not is_debugging()
     stranger = mock.Mock(**{"size.return_value": 2})
-    with debug_collectives(), pytest.raises(ValueError, match="does not know; make it with"):
+    with debug_mode(), pytest.raises(ValueError, match="does not know; make it with"):
         check_collective(EventKind.ALL_GATHER, "a", stranger, nbytes=1)
 
 
 def test_it_cannot_be_on_before_there_are_ranks() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
-        set_debug_collectives(True)
+        set_debug_mode(True)

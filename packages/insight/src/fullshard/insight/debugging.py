@@ -1,13 +1,11 @@
 """Debug mode: no collective is launched before all its ranks are known to come to the same one.
 
-Owns whether it is on, for which rank of this process, and the calls by which collectives ask. A
-rank is known by its default process group, as ranks may be threads, and a backward may run on
-another thread than the one that turned debug mode on. Refuses: how ranks find out, which is
-``desync``'s. Off, which is the default, a collective pays one look at a flag.
+Owns whether it is on, for which rank of this process, and what it does before a collective. A rank
+is known by its default process group, as ranks may be threads, and a backward may run on another
+thread than the one that turned debug mode on. ``desync`` owns how ranks compare their collectives.
 
-[Note: poison] Debug mode puts poison where full parameters were, once their memory was given back.
-Every byte is ``POISON``, which reads as NaN in all floating-point dtypes. ``check_unpoisoned``
-finds it in gradients. ``same_host`` puts it where it belongs.
+[Note: poison] While debug mode is on, the memory of full parameters that ranks share reads as NaN,
+once it was given back: all its bits are 1. Gradients that were computed from it are found here.
 """
 
 from __future__ import annotations
@@ -15,37 +13,28 @@ from __future__ import annotations
 import atexit
 import functools
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.debug.calls import Call
-from fullshard.comm.debug.desync import DesyncDetector
-from fullshard.comm.layouts.layout import Layout
-from fullshard.comm.layouts.scaling import ReduceScaling, op_name
-from fullshard.comm.runtime import compat
-from fullshard.comm.runtime.observer import EventKind
-from fullshard.comm.runtime.process_exit import finish_threads_at_exit
+from fullshard.comm import Event, EventKind, observe
+from fullshard.comm.spi import CHECKS, Launch, default_store
+from fullshard.insight.desync import DesyncDetector
 
 __all__ = [
-    "DEBUGGED",
-    "POISON",
-    "check_collective",
-    "check_layout",
-    "check_unpoisoned",
-    "debug_collectives",
+    "debug_mode",
     "is_debugging",
     "leave_collectives",
     "resume_collectives",
-    "set_debug_collectives",
+    "set_debug_mode",
 ]
 
-POISON = 0xFF
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TIMEOUT = 120.0  # seconds; well below the 10 minutes of NCCL and the 30 of gloo
 
@@ -65,15 +54,14 @@ class _Debugged:
 
 
 _debugged: weakref.WeakKeyDictionary[dist.ProcessGroup, _Debugged] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = threading.RLock()  # a world may be freed while it is held
 _at_exit = functools.cache(atexit.register)  # each function once
-DEBUGGED: list[_Debugged] = []
-"""The ranks of this process on which debug mode is on: all that is looked at when it is off."""
+_attached = ExitStack()  # what is there while debug mode is on for any rank of this process
 
 
 def _here() -> _Debugged | None:
     """The rank of this thread, if debug mode is on."""
-    world = dist.group.WORLD if DEBUGGED else None
+    world = dist.group.WORLD if _meet in CHECKS else None
     here = None if world is None else _debugged.get(world)
     return None if here is None or here.timeout is None else here
 
@@ -93,10 +81,9 @@ def _here_at_last(timeout: float) -> _Debugged:
     with _lock:
         found = _debugged.get(world)
         if found is None:
-            desync_detector = DesyncDetector(
-                compat.default_store(), dist.get_rank(), dist.get_world_size()
-            )
-            found = _debugged[world] = _Debugged(desync_detector)
+            detector = DesyncDetector(default_store(), dist.get_rank(), dist.get_world_size())
+            found = _debugged[world] = _Debugged(detector)
+            weakref.finalize(world, _attach)  # a destroyed world leaves nothing behind
             _at_exit(_say_that_it_ends)
     if found.timeout is None:
         found.desync_detector.begin()
@@ -109,13 +96,20 @@ def _say_that_it_ends() -> None:
         here.desync_detector.depart("has ended its program")
 
 
-def _look() -> None:
+def _attach() -> None:
+    """Attach debug mode to collectives and events, or detach it if no rank needs it."""
     with _lock:
-        DEBUGGED[:] = [each for each in _debugged.values() if each.timeout is not None]
+        needed = any(each.timeout is not None for each in _debugged.values())
+        if needed and _meet not in CHECKS:
+            CHECKS.append(_meet)
+            _attached.callback(CHECKS.remove, _meet)
+            _attached.enter_context(observe(_Resets()))
+        elif not needed:
+            _attached.close()
 
 
 @contextmanager
-def debug_collectives(*, timeout: float = _TIMEOUT) -> Iterator[None]:
+def debug_mode(*, timeout: float = _TIMEOUT) -> Iterator[None]:
     """A context in which this rank compares each collective with the other ranks' before launch.
 
     Enter it on every rank, at the same place of the program. If ranks call different collectives,
@@ -136,7 +130,7 @@ def debug_collectives(*, timeout: float = _TIMEOUT) -> Iterator[None]:
     """
     here = _here_at_last(timeout)
     here.contexts.append(timeout)
-    _look()
+    _attach()
     try:
         yield
     except BaseException as error:
@@ -144,11 +138,11 @@ def debug_collectives(*, timeout: float = _TIMEOUT) -> Iterator[None]:
         raise
     finally:
         here.contexts.pop()
-        _look()
+        _attach()
 
 
-def set_debug_collectives(enabled: bool, *, timeout: float = _TIMEOUT) -> None:
-    """Turn debug mode on or off for this rank until further notice; as ``debug_collectives``.
+def set_debug_mode(enabled: bool, *, timeout: float = _TIMEOUT) -> None:
+    """Turn debug mode on or off for this rank until further notice; as ``debug_mode``.
 
     Call it on every rank at the same place. A rank whose program ends notifies the other ranks. For
     a killed rank, ranks of its host notice the end at once, and ranks of other hosts after the
@@ -165,7 +159,7 @@ def set_debug_collectives(enabled: bool, *, timeout: float = _TIMEOUT) -> None:
         _here_at_last(timeout).whole = timeout
     elif here := _here():
         here.whole = None
-    _look()
+    _attach()
 
 
 def is_debugging() -> bool:
@@ -173,62 +167,30 @@ def is_debugging() -> bool:
     return _here() is not None
 
 
-def check_collective(
-    kind: EventKind,
-    name: str,
+def _meet(
+    launch: Launch,
     process_group: dist.ProcessGroup,
-    *,
-    nbytes: int,
-    detail: str = "",
+    gradients: Iterable[torch.Tensor | None],
 ) -> None:
-    """Return once every rank of ``process_group`` came to the same call; at once if it is off.
-
-    To be called right before a collective that debug mode is to compare; the package's own do.
-
-    Args:
-        kind: ``ALL_GATHER``, ``REDUCE_SCATTER``, ``ALL_REDUCE`` or ``ALL_TO_ALL``.
-        name: whose tensors it moves.
-        process_group: who takes part.
-        nbytes: bytes of the buffer.
-        detail: what else must be equal on all ranks, in words.
-
-    Raises:
-        CollectiveMismatchError: on every rank alike, if they did not come to the same call in time.
-        ValueError: if ``torch.distributed`` does not know the process group.
-    """
-    finish_threads_at_exit()
+    """Return once every rank came to the same collective, if debug mode is on."""
     here = _here()
     if here is not None and here.timeout is not None:
-        call = Call(kind=kind.value, name=name, nbytes=nbytes, detail=detail)
-        here.desync_detector.meet(call, process_group, here.timeout)
+        _require_unpoisoned(gradients, launch.name)
+        here.desync_detector.meet(launch, process_group, here.timeout)
 
 
-def check_layout(
-    kind: EventKind,
-    name: str,
-    layout: Layout,
-    process_group: dist.ProcessGroup,
-    scaling: ReduceScaling | None = None,
-) -> None:
-    """Check the collective that moves the buffer of ``layout``; see ``check_collective``.
+class _Resets:
+    """An observer that lets ranks begin to count again where one of them begins anew."""
 
-    Before anything is packed, so that an error leaves nothing behind. An all-reduce moves a slice.
-    """
-    if _here() is None:
-        return
-    detail = str(layout.buffer.dtype).removeprefix("torch.")
-    if scaling is not None:
-        before, after = (
-            "a tensor" if isinstance(factor, torch.Tensor) else f"{factor:g}"
-            for factor in (scaling.pre, scaling.post)
-        )
-        detail += f", {op_name(scaling.op)} scaled by {before} before and {after} after"
-    slices = 1 if kind is EventKind.ALL_REDUCE else layout.world_size
-    nbytes = slices * layout.buffer.slice_nbytes
-    check_collective(kind, name, process_group, nbytes=nbytes, detail=detail)
+    def on_event(self, event: Event) -> None:
+        """Take note of a root that raised, or that is reset."""
+        if event.kind is EventKind.ABANDONED:
+            leave_collectives(sys.exception())
+        elif event.kind is EventKind.RESET:
+            resume_collectives()
 
 
-def check_unpoisoned(gradients: Iterable[torch.Tensor | None], name: str) -> None:
+def _require_unpoisoned(gradients: Iterable[torch.Tensor | None], name: str) -> None:
     """Return if no gradient was computed from poison.
 
     Arithmetic keeps the bits of a NaN in fp32 and fp64, so the check can tell poison from other
@@ -273,7 +235,7 @@ def resume_collectives() -> None:
 
     Until it is called, on each rank that raised, every collective raises the error again, so that a
     rank on its way out of a program does not start the next meeting by accident. Leaving
-    ``debug_collectives()`` by an exception does it too.
+    ``debug_mode()`` by an exception does it too.
     """
     if here := _here():
         here.desync_detector.resume()

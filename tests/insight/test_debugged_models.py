@@ -15,16 +15,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import CollectiveMismatchError, DefaultAllGather
-from fullshard.comm.debug.debug import is_debugging
+from fullshard.insight import debug_mode, set_debug_mode
+from fullshard.insight.debugging import is_debugging
 from fullshard.insight.gather_checks import _checksum
 from fullshard.policies import CPUOffloadPolicy
-from fullshard.sharding import (
-    FSDPModule,
-    ShardingPlacements,
-    debug_mode,
-    fully_shard,
-    set_debug_mode,
-)
+from fullshard.sharding import FSDPModule, ShardingPlacements, fully_shard
 from support.modules import Assembled
 from support.products import few
 from support.ranks import cpu_mesh, distributed

@@ -2,7 +2,7 @@
 
 Owns the communication of debug mode over the store: each rank announces its next collective, and
 launches it after all ranks of the process group have announced an equal one. Refuses: launching
-anything, and deciding when it is on; ``debug`` does that.
+anything, and deciding when it is on; ``debugging`` does that.
 
 [Note: desync detection] Debug mode is turned on in sessions, and a session has epochs. In an epoch,
 the ranks of a process group count their collectives. For number n they share one verdict, which the
@@ -26,20 +26,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.comm.debug.calls import Call, said, say_ranks, says
-from fullshard.comm.runtime.process_watch import ProcessWatch, this_process
+from fullshard.comm import CollectiveMismatchError
+from fullshard.comm.spi import Launch, ProcessWatch, this_process
+from fullshard.insight.calls import said, say_ranks, says
 
-__all__ = ["CollectiveMismatchError", "DesyncDetector"]
+__all__ = ["DesyncDetector"]
 
 _OK = "ok"
 _DIFFERS = 1 << 32  # a rank adds this to the count if its call differs from the first call
 _SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between two looks at the store
 _FIRST_LOOK, _BETWEEN_LOOKS = 0.05, 1.0  # seconds before and between looks for ended processes
 _PER_RANK = 1e-4  # seconds by which the longest grows with the ranks that look
-
-
-class CollectiveMismatchError(RuntimeError):
-    """Ranks did not come to the same collective; raised on all of them instead of a hang."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +103,7 @@ class DesyncDetector:
             self._last = self._failure = self._departed = ""
             self._announce()
 
-    def meet(self, call: Call, process_group: dist.ProcessGroup, timeout: float) -> None:
+    def meet(self, call: Launch, process_group: dist.ProcessGroup, timeout: float) -> None:
         """Return once all ranks of ``process_group`` came with ``call``; they may launch it.
 
         Args:
@@ -177,7 +174,7 @@ class DesyncDetector:
 
     # -- one meeting ------------------------------------------------------------------------------
 
-    def _verdict(self, group: str, members: Sequence[int], call: Call, timeout: float) -> str:
+    def _verdict(self, group: str, members: Sequence[int], call: Launch, timeout: float) -> str:
         text = json.dumps(asdict(call))
         with self._lock:
             number = self._counts.get(group, 0)
@@ -257,14 +254,14 @@ class DesyncDetector:
                 return record
         return {"rank": rank, "places": {}, "last": "", "left": ""}
 
-    def _arrived(self, meeting: _Meeting) -> tuple[dict[int, Call], list[dict[str, Any]]]:
+    def _arrived(self, meeting: _Meeting) -> tuple[dict[int, Launch], list[dict[str, Any]]]:
         """Return the calls of arrived ranks, by rank, and the records of missing ranks."""
         came, missing = {}, []
         for rank in meeting.members:
             record = self._record(rank)
             place = record["places"].get(meeting.group)
             if place and _Meeting(**place["meeting"]).key("") == meeting.key(""):
-                came[rank] = Call(**place["call"])
+                came[rank] = Launch(**place["call"])
             else:
                 missing.append(record)
         return came, missing
@@ -299,7 +296,7 @@ class DesyncDetector:
             if not record["left"]:
                 return f"rank {rank} has not come to any collective in debug mode"
             return f"rank {rank} {record['left']}, before its first collective"
-        call = Call(**place["call"])
+        call = Launch(**place["call"])
         if record["left"]:
             return f"rank {rank} {record['left']}, after its last collective: {says(call, 2)}"
         meeting = _Meeting(**place["meeting"])
