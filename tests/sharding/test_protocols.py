@@ -34,6 +34,7 @@ MEMBERS = {
         "store",
         "stage_in",
         "stage_out",
+        "accumulate",
         "stage_step",
         "arrived",
     },

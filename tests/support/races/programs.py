@@ -84,23 +84,10 @@ class Model(nn.Module):
         return self.head(x)
 
 
-class _Stored:
-    """Gradients are brought home one after another, when each is reduced; see GradientOffload."""
+class StoredOnHost(CPUOffloadPolicy):
+    """Gradients are brought home one after another, when each is reduced."""
 
-    stores_gradients = True
-
-    def read_in(self, gradient: torch.Tensor) -> bool:
-        return True
-
-    def accumulate(self, present: torch.Tensor, gradient: torch.Tensor) -> None:
-        present.add_(gradient)
-
-    def error_of(self, gradient: torch.Tensor) -> str:
-        return ""
-
-
-class StoredOnHost(_Stored, CPUOffloadPolicy):
-    """Gradients on the host."""
+    lands_early = True
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:

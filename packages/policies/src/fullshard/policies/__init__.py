@@ -8,7 +8,7 @@ from fullshard.policies.canonical_order import CanonicalOrder
 from fullshard.policies.file_offload import FileOffloadPolicy, FileOffloadStatistics
 from fullshard.policies.mixed_precision import MixedPrecisionPolicy
 from fullshard.policies.offload import CPUOffloadPolicy, OffloadPolicy
-from fullshard.policies.offload_errors import FallibleOffload, OffloadErrors
+from fullshard.policies.offload_errors import FallibleOffload, GradientOffload, OffloadErrors
 from fullshard.policies.prefetch import DepthPrefetch, NoPrefetch
 from fullshard.policies.reshard import KeepUnsharded, ReshardAlways, ReshardExceptRoot
 from fullshard.policies.wrap import ClassWrap, SizeWrap, WrapPolicy, wrap
@@ -26,6 +26,7 @@ __all__ = [
     "FallibleOffload",
     "FileOffloadPolicy",
     "FileOffloadStatistics",
+    "GradientOffload",
     "KeepUnsharded",
     "MixedPrecisionPolicy",
     "NoPrefetch",

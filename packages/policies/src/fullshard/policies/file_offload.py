@@ -141,6 +141,11 @@ class FileOffloadPolicy(OffloadPolicy):
         """Whether ``stage_out`` stores gradients in the file."""
         return self.gradients
 
+    @property
+    def lands_early(self) -> bool:
+        """Whether a gradient is to be in the file before the next reduction."""
+        return self.gradients
+
     def home(self, device: torch.device) -> torch.device:
         """Return the CPU."""
         return _HOST.home(device)

@@ -11,17 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, cast
 
+import torch
+
 from fullshard.sharding import (
     ExtendedGroup,
     FSDPParam,
     FSDPParamGroup,
-    GradientOffload,
     Offload,
     RootExtension,
 )
 from fullshard.sharding.spi import Comparison, declares, gradients_of, local_shards
 
-__all__ = ["FallibleOffload", "OffloadErrors", "raise_lost_gradients"]
+__all__ = ["FallibleOffload", "GradientOffload", "OffloadErrors", "raise_lost_gradients"]
 
 _WORDS = Comparison(
     what="errors of offload", error="offload failed; ", mismatch="offload failed; ", advice=""
@@ -38,6 +39,22 @@ class FallibleOffload(Offload, Protocol):
 
     def take_error(self) -> str:
         """Return the first error since the last call; empty if there was none."""
+
+
+class GradientOffload(Offload, Protocol):
+    """An offload that declares ``stores_gradients``: ``stage_out`` stores gradients, too.
+
+    Clipping and steps call ``read_in`` for one gradient after another. A gradient that could not be
+    read, or misses a part, is lost: while it is a parameter's gradient, all ranks raise
+    ``error_of`` it at the end of each backward and in clipping. ``accumulate`` marks a sum as lost
+    if one part cannot be read.
+    """
+
+    def read_in(self, gradient: torch.Tensor) -> bool:
+        """Bring a gradient into memory before the host reads it; False if that is not possible."""
+
+    def error_of(self, gradient: torch.Tensor) -> str:
+        """Return why a gradient is lost; empty if it is not."""
 
 
 class OffloadErrors(RootExtension):

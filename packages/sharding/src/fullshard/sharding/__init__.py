@@ -47,7 +47,6 @@ from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import (
     FixedReshard,
     FullWidth,
-    GradientOffload,
     ModuleCasts,
     NoOffload,
     Offload,
@@ -76,7 +75,6 @@ __all__ = [
     "FixedReshard",
     "FullPrecision",
     "FullWidth",
-    "GradientOffload",
     "GradientReductionHandle",
     "GroupExtension",
     "HSDPMeshInfo",

@@ -20,7 +20,6 @@ from fullshard.comm.spi import ReducePlan
 __all__ = [
     "FixedReshard",
     "FullWidth",
-    "GradientOffload",
     "ModuleCasts",
     "NoOffload",
     "Offload",
@@ -77,7 +76,8 @@ class Offload(Protocol):
     A copy that a method begins may still be on its way when it returns, on the current stream. The
     engine calls ``arrived`` before the host reads it, once for many copies. A policy may declare
     ``stages_in_nothing`` or ``stages_out_nothing``: the engine may then use the tensors themselves
-    without a call.
+    without a call. It may declare ``lands_early``: ``stage_out`` is then asked as soon as a
+    reduction is over, also where the host waits for that.
     """
 
     def home(self, device: torch.device) -> torch.device:
@@ -95,6 +95,9 @@ class Offload(Protocol):
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the reduced sharded gradient where the parameter lives."""
 
+    def accumulate(self, present: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add ``gradient``, which ``stage_out`` returned and which arrived, to an earlier one."""
+
     def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a parameter's shard, its gradient or its state where the optimizer steps.
 
@@ -104,25 +107,6 @@ class Offload(Protocol):
 
     def arrived(self, device: torch.device) -> None:
         """Return when every copy begun on the current stream of ``device`` has arrived."""
-
-
-class GradientOffload(Offload, Protocol):
-    """An offload that declares ``stores_gradients``: ``stage_out`` stores gradients, too.
-
-    The engine calls ``stage_out`` for a gradient after its reduction, not at the end of the
-    backward. Clipping and steps call ``read_in`` for one gradient after another. A gradient that
-    could not be read, or misses a part, is lost: while it is a parameter's gradient, all ranks
-    raise ``error_of`` it at the end of each backward and in clipping.
-    """
-
-    def read_in(self, gradient: torch.Tensor) -> bool:
-        """Bring a gradient into memory before the host reads it; False if that is not possible."""
-
-    def accumulate(self, present: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add ``gradient`` to ``present``, an earlier one; if one cannot be read, it is lost."""
-
-    def error_of(self, gradient: torch.Tensor) -> str:
-        """Return why a gradient is lost; empty if it is not."""
 
 
 class ReshardPolicy(Protocol):
@@ -226,6 +210,10 @@ class NoOffload:
     def stage_out(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return ``gradient``."""
         return gradient
+
+    def accumulate(self, present: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add in place."""
+        present.add_(gradient)
 
     def stage_step(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return ``tensor``."""

@@ -39,10 +39,11 @@ from fullshard.sharding.hooks.schedule import ShardedModule, StepRecord
 from fullshard.sharding.mesh.mesh_info import device_of_mesh, device_type_of
 from fullshard.sharding.mesh.placements import EarlyReduction
 from fullshard.sharding.mesh.subgroups import known_subgroup
+from fullshard.sharding.optim.gradient_stores import GradientStore, gradient_stores_of
 from fullshard.sharding.optim.live_groups import Snapshot
 from fullshard.sharding.optim.rules import STEP_NUMBERS, steps_on_plain
 from fullshard.sharding.optim.shadow_optimizer import ShadowOptimizer, are_same
-from fullshard.sharding.params.lookup import gradient_stores_of, owner_of, sharded_of
+from fullshard.sharding.params.lookup import owner_of, sharded_of
 from fullshard.sharding.params.registry import registry_of
 from fullshard.sharding.reduce.reduction import ReductionQueue
 from fullshard.sharding.reduce.strategies import PlainReduce
@@ -53,6 +54,7 @@ __all__ = [
     "Comparison",
     "EarlyReduction",
     "ForwardPass",
+    "GradientStore",
     "HeldStep",
     "Mode",
     "ModuleState",

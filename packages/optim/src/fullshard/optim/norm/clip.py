@@ -24,8 +24,8 @@ from fullshard.comm.spi import (
 )
 from fullshard.optim.norm.norm_group import NormGroup, Parameters, norm_group_of
 from fullshard.policies.spi import raise_lost_gradients
-from fullshard.sharding import GradientOffload
 from fullshard.sharding.spi import (
+    GradientStore,
     flatten,
     gradients_of,
     local_shard,
@@ -35,7 +35,7 @@ from fullshard.sharding.spi import (
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
-_Stores = dict[int, GradientOffload]
+_Stores = dict[int, GradientStore]
 _NAME = "the norm of gradients"
 _EPSILON = 1e-6  # torch's: a norm of 0 must not divide
 _SMALL = 1024  # elements, on average; see [Note: small gradients]

@@ -112,7 +112,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class OffloadToCPU:
+class OffloadToCPU(NoOffload):
     """Shards, gradients and optimizer state on the CPU: the answers of torch's offload policy.
 
     Attributes:

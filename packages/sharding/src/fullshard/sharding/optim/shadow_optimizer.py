@@ -45,6 +45,7 @@ from fullshard.sharding.base.compat import (
 )
 from fullshard.sharding.base.memory import addresses_of, storage_object
 from fullshard.sharding.base.tensors import map_tensors
+from fullshard.sharding.optim.gradient_stores import GradientStore, gradient_stores_of
 from fullshard.sharding.optim.shadow import (
     Shadow,
     UnlikeShards,
@@ -53,8 +54,7 @@ from fullshard.sharding.optim.shadow import (
     moved_to_step,
     shadow_of,
 )
-from fullshard.sharding.params.lookup import gradient_stores_of, owner_of
-from fullshard.sharding.protocols import GradientOffload
+from fullshard.sharding.params.lookup import owner_of
 
 __all__ = ["ShadowOptimizer", "are_same", "open_on", "params_in", "place_state"]
 
@@ -140,7 +140,7 @@ class ShadowOptimizer:
         self._of: dict[Any, Shadow] = {}
         self._locals: list[torch.Tensor] = []
         self._addresses: list[int] = []  # of those
-        self._stores: dict[int, GradientOffload] = {}  # by place
+        self._stores: dict[int, GradientStore] = {}  # by place
         self._all: list[Any] = []  # shadows, and the other parameters themselves, in order
         self._state: Any = {}
         self._seen = _Contents({})  # what was in the user's state

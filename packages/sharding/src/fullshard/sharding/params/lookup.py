@@ -13,18 +13,13 @@ the storage itself would pull it away from them. Gradients go, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import cast
-
 import torch
 from torch import nn
 
 from fullshard.sharding.base.compat import empty_data
-from fullshard.sharding.base.policies import declares
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.protocols import GradientOffload
 
-__all__ = ["gradient_stores_of", "owner_of", "release_replaced", "set_owner", "sharded_of"]
+__all__ = ["owner_of", "release_replaced", "set_owner", "sharded_of"]
 
 _ATTRIBUTE = "_fullshard_owner"
 
@@ -39,15 +34,6 @@ def sharded_of(param: torch.Tensor) -> torch.Tensor:
     """Return the sharded parameter for ``param``, or ``param`` itself if it is not sharded."""
     owner = owner_of(param)
     return param if owner is None else owner.sharded
-
-
-def gradient_stores_of(params: Iterable[torch.Tensor]) -> dict[int, GradientOffload]:
-    """Return the offload policies that store gradients, by the places of their parameters."""
-    return {
-        at: cast(GradientOffload, owner.offload)
-        for at, owner in enumerate(map(owner_of, params))
-        if owner is not None and declares(owner.offload, "stores_gradients")
-    }
 
 
 def set_owner(param: nn.Parameter, owner: FSDPParam) -> None:

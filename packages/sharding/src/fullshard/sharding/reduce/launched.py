@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress, islice, repeat
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from fullshard.sharding.base.compat import (
 from fullshard.sharding.base.policies import declares
 from fullshard.sharding.params.lost_data import NotedStorage
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.protocols import GradientOffload, Offload, WireForms
+from fullshard.sharding.protocols import Offload, WireForms
 from fullshard.sharding.reduce.strategies import Gradients, InFlight, Launch, PlainReduce
 
 __all__ = ["LaunchedReduction", "ReadyReductions", "ReduceSettings", "ReductionSetup"]
@@ -132,9 +132,9 @@ class ReductionSetup:
         return all(pins) and not self.config.streams.asynchronous_work
 
     @cached_property
-    def stores_gradients(self) -> bool:
-        """Whether a policy of them stores gradients; see ``GradientOffload``."""
-        return any(declares(each, "stores_gradients") for each in self.offloads.values())
+    def lands_early(self) -> bool:
+        """Whether a policy of them wants each gradient as soon as its reduction is over."""
+        return any(declares(each, "lands_early") for each in self.offloads.values())
 
 
 ReadyReductions = Sequence[tuple[ReductionSetup, Gradients]]
@@ -171,7 +171,7 @@ class LaunchedReduction:
         follows_later = (
             self.setup.strategy.has_second_reduction
             and self.setup.config.streams.asynchronous_work
-            and not self.setup.stores_gradients
+            and not self.setup.lands_early
         )
         if not follows_later:
             self.land()
@@ -235,11 +235,8 @@ class LaunchedReduction:
                     made: Any = make_dtensor(gradient, param.spec)
                     made.noted_storage = NotedStorage((made.untyped_storage(),))
                     sharded.grad = made
-                elif self.setup.stores_gradients and declares(param.offload, "stores_gradients"):
-                    store = cast(GradientOffload, param.offload)
-                    store.accumulate(local_shard(present), gradient)
                 else:
-                    local_shard(present).add_(gradient)
+                    param.offload.accumulate(local_shard(present), gradient)
                 if hooks_after_accumulation(sharded):
                     hooked_params.append(sharded)
         return hooked_params
