@@ -36,9 +36,6 @@ _WORK = "reached without streams only, where a reduction has a handle of its own
 _SAME_HOST = "between CPU processes of one host, which have no streams"
 _IN_ORDER = "of a synchronous collective, which is in order already"
 _OWN_STREAM = "on the stream that made the result; the host waits without streams"
-_EARLY = (
-    "of `early_gradients`, whose optimizers step on the CPU: see tests/optim/test_overlapped.py"
-)
 LEFT_OUT: dict[Site, str] = {
     ("CommStreams.retire", "self._collect(owner, keep)"): _MEMORY,
     ("CommStreams.collect_all", "self._collect(owner, 0)"): _MEMORY,
@@ -56,14 +53,14 @@ LEFT_OUT: dict[Site, str] = {
     ("reduce_scatter_into", "work.wait()"): _IN_ORDER,
     ("awaited", "work.wait()"): _IN_ORDER,
     ("finished", "tensor.wait()"): "of a functional collective, which is taken to be synchronous",
+    ("SharedGatherInFlight.wait", "wait_for(self.config, self.work)"): _SAME_HOST,
+    ("SharedGatherInFlight.discard", "self.wait()"): _SAME_HOST,
     ("SharedBufferUnshard.discard", "in_flight.wait()"): _SAME_HOST,
     ("SharedBufferUnshard.finish", "in_flight.wait()"): _SAME_HOST,
     ("Bucket.finish", "in_flight.wait()"): "repeats an error; the first group's finish waited",
     ("OffloadToCPU.arrived", "torch.get_device_module(device).synchronize()"): (
         "of a device with one queue, where only the host has to wait"
     ),
-    ("_commit", "streams.record()"): _EARLY,
-    ("_commit", "streams.current().wait_event(done)"): _EARLY,
     ("StepSettings.finalize_backward", "handle.wait()"): (
         "sets the gradients; the wait is in LaunchedReduction.wait"
     ),
