@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fullshard.comm import DefaultAllGather, DefaultReduceScatter, EventLog, observe
+from fullshard.comm.transports import default
 from fullshard.policies import DepthPrefetch, MixedPrecisionPolicy
 from fullshard.sharding import RankMismatchError, fully_shard, unsharded
-from support.ranks import cpu_mesh, distributed
+from support.ranks import cpu_mesh, distributed, new_group
 from support.surface.model import WIDTH, batch, build, sharded
 from support.surface.ranks import everyone, never_gathered
 
@@ -327,3 +329,15 @@ def test_where_the_group_serves_nothing_a_mismatch_is_named_on_every_rank() -> N
         layer(torch.ones(2, WIDTH))
     assert set(everyone(str(caught.value))) == {str(caught.value)}
     assert f"shape (4, {WIDTH})" in str(caught.value) and f"shape (5, {WIDTH})" in str(caught.value)
+
+
+@distributed(2, timeout=TIMEOUT)
+def test_a_rank_without_the_default_transport_of_the_others_is_named() -> None:
+    """`fullshard.samehost` is installed on some ranks only: these would wait for the others."""
+    mesh = DeviceMesh.from_group(new_group(), "cpu")  # whose ranks share no memory yet
+    model = sharded(build(), mesh=mesh)
+    here = [default.DefaultTransport()] if dist.get_rank() == 1 else default.DEFAULTS
+    with patch.object(default, "DEFAULTS", here):
+        message = _message_of_the_mismatch(model, batch())
+    assert "rank 0 has" in message and "moved by default by: AutomaticTransport" in message
+    assert "rank 1 has" in message and "moved by default by: DefaultTransport" in message

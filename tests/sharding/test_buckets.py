@@ -442,6 +442,21 @@ def test_canonical_order_gathers_each_group_by_itself() -> None:
 
 
 @distributed(2)
+def test_a_schedule_that_is_given_again_leaves_no_bucket_behind() -> None:
+    with apart() as mesh:
+        together, alone = pair(mesh=mesh)
+        for each in (together, alone):
+            step(each)
+        context = the_state(together).context
+        assert any(group.gradients.bucket is not None for group in context.groups)
+        together.set_schedule(context.schedule)
+        assert all(group.gradients.bucket is None for group in context.groups)
+        for each in (together, alone):
+            step(each)
+        same_bits(together, alone)
+
+
+@distributed(2)
 def test_reductions_that_cannot_join_are_launched_one_by_one_and_wait_for_room() -> None:
     """Each divides otherwise. Over gloo's own reduce-scatter, where nothing else joins them."""
     with private_memory():

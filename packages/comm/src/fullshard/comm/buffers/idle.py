@@ -1,4 +1,4 @@
-"""What happens when a root has no gather and no reduction under way: memory may be given back."""
+"""Functions that give memory back when a step, or a forward without gradients, has ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 __all__ = ["IDLE"]
 
 IDLE: list[Callable[[], None]] = []
-"""Called at the end of each step, and of a forward or block without one; it must not communicate.
+"""Called at the end of a step, of a forward without gradients, and of an ``unsharded`` block.
 
-Packages append to it when they are imported.
+Packages append to it when they are imported. The functions must not communicate: ranks may come to
+such an end at different times.
 """

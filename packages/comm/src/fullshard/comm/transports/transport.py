@@ -128,9 +128,10 @@ class Transport(MovesBuffers, ABC):
         return 0
 
     def is_set_up(self, process_group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Return whether small tensors had better go this way, for which all is set up.
+        """Return whether small tensors travel faster this way than by the process group, now.
 
-        The same on all ranks; it communicates nothing.
+        Answers are equal on all ranks. The call communicates nothing, so the first collective of a
+        process group must have set up what the transport needs.
         """
         return False
 
@@ -144,8 +145,12 @@ class Transport(MovesBuffers, ABC):
     ) -> dist.Work | None:
         """Return an exchange in flight through memory that all ranks map, or None on all ranks.
 
-        Each rank writes its parts of the memory, ``[nbytes]`` uint8, at once, and reads those of
-        others in the handle's ``wait()`` or before.
+        Args:
+            process_group: the ranks.
+            device: where the values are that the ranks exchange.
+            nbytes: of the memory; equal on all ranks.
+            write: called at once with the memory, ``[nbytes]`` uint8; ranks write different parts.
+            read: called with it when all ranks have written, in the handle's ``wait()`` or before.
         """
         return None
 

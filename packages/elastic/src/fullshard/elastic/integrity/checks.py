@@ -76,7 +76,7 @@ class IntegrityPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class _AtRest:
-    """This rank's part of a parameter, or of its optimizer state; ``stage`` is the name."""
+    """This rank's part of a parameter, or of its optimizer state: see ``stage``."""
 
     stage: str
     name: str
@@ -204,7 +204,7 @@ class IntegrityChecks:
 
         The gradients are compared to the bit before they are reduced, so the rank that computed
         other bits is named. The runs begin with equal buffers, gradients and random numbers (of
-        torch and of Python). The results of the second run stay: it is what one run leaves. In a
+        torch and of Python). The results of the second run stay: they are what one run leaves. In a
         step that ``is_due``, between ``begin`` and ``before_update``, which raises what is found.
 
         Args:

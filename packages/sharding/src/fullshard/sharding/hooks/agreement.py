@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 
+from fullshard.comm.spi import default_transport
 from fullshard.sharding.base.comparison import Comparison, Line, RankMismatchError
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.module_state import ModuleState
@@ -178,6 +179,7 @@ def _signature(
             f"parameter group {say(group.name)!r} with gathers that share launches up to "
             f"{group.gather_cap_mb:g} MiB, reductions up to {settings.cap_mb:g} MiB, "
             f"sums only: {settings.force_sum}, hosts: {getattr(group.policies.wire, 'hosts', None)}"
+            f", moved by default by: {type(default_transport(process_group)).__name__}"
             f", storage kept: {group.gathering.keeps_storage}, full parameters kept: "
             f"{group.gathering.keeps_full}, gradients that wait reduced over: "
             f"{group.gradients.early_reduction.value}"

@@ -102,8 +102,9 @@ class RootContext:
             RuntimeError: in the middle of a forward or backward.
         """
         self.require_quiet("set_schedule")
+        before = self.schedule.buckets  # also where it is the same schedule, which gets others
         schedule.take_over(self.states, self.record, self.shared.queue)
-        self.schedule.buckets.clear()
+        before.clear()
         self.schedule = schedule
 
     def require_quiet(self, call: str) -> None:
