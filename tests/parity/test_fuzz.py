@@ -40,7 +40,8 @@ ALWAYS = (0, 17, 18, 20, 22, 40, 5179)  # on several ranks; they draw every feat
 # 1280: a model that diverges, in which a forward runs a layer four times
 # 1285: in a checkpointed region, some ranks skip what comes after the sharded modules
 # 2316: there, some ranks skip the end of a sharded module that runs twice
-MATRIX = (*range(60), 304, 1280, 1285, 2316, 5179)
+# 8160: there, they skip what comes after a sharded module that runs twice
+MATRIX = (*range(60), 304, 1280, 1285, 2316, 5179, 8160)
 ALWAYS_AROUND = (8, 27, 50, 58, 304)
 ALWAYS_MORE = (2, 3)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -51,6 +52,14 @@ def test_home_is_where_parameters_are_wherever_the_state_is(state: bool) -> None
         policy = CPUOffloadPolicy(parameters=parameters, optimizer_state=state)
         assert policy.home(CARD) == home
     assert OffloadPolicy().home(CARD) == CARD
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_step_elsewhere_needs_a_package_that_does_it(flag: str) -> None:
+    with patch("fullshard.policies.elsewhere.STEP_EXTENSIONS", []):
+        CPUOffloadPolicy()
+        with pytest.raises(ImportError, match=r"two flags needs .*pip install fullshard-optim"):
+            CPUOffloadPolicy(**{flag: False})
 
 
 def test_a_step_is_where_the_state_is() -> None:

@@ -25,8 +25,10 @@ from fullshard.sharding import (
     ExtendedGroup,
     FSDPParamGroup,
     GroupExtension,
+    OffloadToCPU,
     RootExtension,
     ShardedState,
+    StepExtension,
     extend_groups,
     extension,
     fully_shard,
@@ -37,6 +39,7 @@ from support.ranks import distributed
 
 METHODS = [name for name in vars(GroupExtension) if not name.startswith("_")]
 OF_ROOTS = [name for name in vars(RootExtension) if not name.startswith("_")]
+OF_STEPS = [name for name in vars(StepExtension) if not name.startswith("_")]
 CORE = ("fullshard-comm", "fullshard-sharding")
 CORE_PACKAGES = ("", "fullshard.comm", "fullshard.sharding")
 
@@ -89,7 +92,7 @@ def test_the_core_calls_each_method_at_one_place() -> None:
     sources = [each.folder / "src" for each in MEMBERS if each.name in CORE]
     files = [path for source in sources for path in source.rglob("*.py")]
     assert len(sources) == 2
-    methods = [*METHODS, *OF_ROOTS]
+    methods = [*METHODS, *OF_ROOTS, *OF_STEPS]
     found = Counter(name for path in files for name in _calls_in(path) if name in methods)
     assert found == dict.fromkeys(methods, 1)
 
@@ -350,3 +353,61 @@ def test_what_it_finds_at_a_root_is_raised_on_all_ranks() -> None:
     finally:
         extension.ROOT_EXTENSIONS.remove(found)
     model(torch.ones(2, 4)).sum().backward()
+
+
+class _StepLog(StepExtension):
+    """Writes down each call."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+
+for _name in OF_STEPS:
+    setattr(_StepLog, _name, lambda self, *args, name=_name: self.lines.append(name) or args[-1])
+
+
+@distributed(2)
+def test_a_step_calls_the_methods_of_each_optimizer_in_their_order() -> None:
+    logs: list[_StepLog] = []
+
+    def make() -> _StepLog:
+        logs.append(_StepLog())
+        return logs[-1]
+
+    model = _sharded()
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def closure() -> torch.Tensor:
+        loss: torch.Tensor = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        return loss
+
+    closure()  # the first forward makes what a step looks at
+    extension.STEP_EXTENSIONS.append(make)
+    try:
+        optimizer.step(closure)
+        optimizer.step()
+    finally:
+        extension.STEP_EXTENSIONS.remove(make)
+    (log,) = logs
+    around = ["before_closure", "after_closure"]
+    step = ["before_step", "after_step"]
+    assert log.lines == ["on_parameters", step[0], *around, step[1], *step]
+
+
+@distributed(2)
+def test_optimizers_step_alike_without_extensions() -> None:
+    """As where the core is installed alone: they step ``DTensor``s."""
+    found = []
+    for extensions in (list(extension.STEP_EXTENSIONS), []):
+        with mock.patch("fullshard.sharding.optim.step_hooks.STEP_EXTENSIONS", extensions):
+            model = _sharded(offload_policy=OffloadToCPU())
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            for _ in range(3):
+                model(torch.ones(2, 4) + dist.get_rank()).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([param.full_tensor() for param in model.parameters()])
+    assert extension.STEP_EXTENSIONS, "fullshard.optim is installed"
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

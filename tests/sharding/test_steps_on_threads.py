@@ -11,9 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from fullshard.optim.steps.shadow_optimizer import ShadowOptimizer, open_on
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.optim.live_groups import all_groups
-from fullshard.sharding.optim.shadow_optimizer import ShadowOptimizer, open_on
 from fullshard.sharding.optim.step_hooks import watch_optimizers
 
 ROUNDS = 20

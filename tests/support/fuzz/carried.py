@@ -187,14 +187,25 @@ def draw_carried(case: FuzzCase, casts: bool) -> CarriedCase:
 
 
 def _is_misordered(case: FuzzCase, kind: str) -> bool:
-    """Return whether ranks may recompute a region before and after they know of its backward.
+    """Return whether a region may be recomputed before the engine knows of its backward.
 
     No hook watches what is in an object that torch does not know, or an attribute. So if such an
-    entry comes last, its backward recomputes the region first. Where another rank skips the layer,
-    the output comes first. Torch's own misorders gathers for entries of all kinds then.
+    entry comes last, its backward recomputes the region first. A region in a sharded module then
+    finds freed parameters, as with torch's own. Where another rank skips the layer, the output
+    comes first. Torch's own misorders gathers for entries of all kinds then.
     """
-    unseen = kind in ("not registered", "attribute") and not case.canonical
-    return unseen and any(map(_is_skipped, case.nodes)) and max(map(_checkpoints, case.nodes)) > 0
+    if kind not in ("not registered", "attribute"):
+        return False
+    if any(map(_has_region_of_another, case.nodes)):
+        return True
+    skips = any(map(_is_skipped, case.nodes)) and not case.canonical
+    return skips and max(map(_checkpoints, case.nodes)) > 0
+
+
+def _has_region_of_another(node: NodeCase) -> bool:
+    """Return whether a checkpointed node, here or below, is a part of a sharded module only."""
+    own = node.checkpointing is not Checkpointing.NONE and not node.sharded
+    return own or any(map(_has_region_of_another, node.children))
 
 
 def _is_skipped(node: NodeCase) -> bool:

@@ -218,8 +218,9 @@ def _is_misordered(region: NodeCase, again: bool) -> bool:
     Ranks that run what comes after the region's last sharded module recompute the region first,
     and so gather its first module. On the others, backward comes to the output of the last module
     first, and gathers that. Torch's own gathers the same, and then computes with wrong parameters.
-    A prefetch, or modules that stay unsharded, may hide it; both may change in a run. If the region
-    runs twice (``again``), ranks free its one module at different places.
+    A prefetch, or modules that stay unsharded, may hide it; both may change in a run. If its one
+    module runs twice, in the region or since that does (``again``), ranks free it at different
+    places.
     """
     if region.checkpointing is not Checkpointing.NOT_REENTRANT:
         return False
@@ -228,6 +229,7 @@ def _is_misordered(region: NodeCase, again: bool) -> bool:
     while ahead:
         node = ahead.pop()
         inside = node is not region
+        again |= inside and node.repeated and node.shards > 0
         if inside and node.skipped:
             skips = True  # it holds no sharded module
         elif inside and node.checkpointing is Checkpointing.REENTRANT:

@@ -23,6 +23,7 @@ from support.parity.compare import EXACT, Tolerance, assert_equal, full
 __all__ = ["Pair", "ShardedRun"]
 
 STEP_UNITS = 256  # eps of a tensor's largest value
+LARGEST = 10.0  # parameter of a model that has not diverged; they begin below 1
 
 
 class ShardedRun(NamedTuple):
@@ -135,6 +136,10 @@ class Pair:
         got = {n: full(a) for n, a, _ in pairs}
         want = {n: b.detach() for n, _, b in pairs}
         assert_equal(got, want, self.tolerance, f"parameters, {what}")
+
+    def has_diverged(self) -> bool:
+        """Return whether the unsharded model has diverged: from there on rounding grows freely."""
+        return any(param.abs().max() > LARGEST for param in self.oracle.model.parameters())
 
     def compare_evaluations(self, micro: int) -> None:
         """Compare forwards without gradients."""

@@ -76,6 +76,8 @@ def _train(pair: Pair) -> None:
                 _end_step(pair, norms)
         pair.compare_parameters(f"after step {step}")
         pair.compare_kept()
+        if pair.has_diverged():
+            return
         if pair.averages is not None:
             pair.averages.update()
     pair.program.end()

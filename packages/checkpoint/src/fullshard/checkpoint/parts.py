@@ -27,7 +27,6 @@ from fullshard.checkpoint.names import StateDict
 from fullshard.comm.spi import carrier_of
 from fullshard.sharding import map_tensors
 from fullshard.sharding.spi import (
-    STEP_NUMBERS,
     device_of_mesh,
     local_shard,
     make_dtensor,
@@ -36,7 +35,20 @@ from fullshard.sharding.spi import (
     storage_of,
 )
 
-__all__ = ["Place", "as_cut", "as_part", "fitted", "loadable", "map_state", "unwrapped", "whole"]
+__all__ = [
+    "STEP_NUMBERS",
+    "Place",
+    "as_cut",
+    "as_part",
+    "fitted",
+    "loadable",
+    "map_state",
+    "unwrapped",
+    "whole",
+]
+
+STEP_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+"""State that torch's optimizers keep as one number per parameter, whatever its shape."""
 
 
 class Place(NamedTuple):

@@ -7,12 +7,13 @@ from fullshard.checkpoint.files.headers import DTYPE_NAMES, header_bytes
 from fullshard.checkpoint.files.reading import Reader
 from fullshard.checkpoint.files.sets import INDEX, SINGLE, find_files, read_set
 from fullshard.checkpoint.files.write_errors import write_error
-from fullshard.checkpoint.parts import Place, as_cut, fitted, unwrapped, whole
+from fullshard.checkpoint.parts import STEP_NUMBERS, Place, as_cut, fitted, unwrapped, whole
 
 __all__ = [
     "DTYPE_NAMES",
     "INDEX",
     "SINGLE",
+    "STEP_NUMBERS",
     "Box",
     "Place",
     "Reader",

@@ -14,8 +14,8 @@ __all__ = ["EXTENSIONS", "TRANSPORTS", "import_installed"]
 TRANSPORTS = ("fullshard.samehost",)
 """The packages that have a default transport, imported where one is asked for."""
 
-EXTENSIONS = ("fullshard.insight",)
-"""The packages that extend parameter groups, imported at the first ``fully_shard``."""
+EXTENSIONS = ("fullshard.insight", "fullshard.optim")
+"""The packages that extend groups and steps, imported at the first ``fully_shard``."""
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from fullshard.optim.muon import Muon
 from fullshard.optim.norm.clip import clip_grad_norm_, grad_norm
 from fullshard.optim.overlapped import OverlappedStep, OverlappedStepError
 from fullshard.optim.soap import SOAP
+from fullshard.optim.steps.shadow_steps import ShadowSteps
 from fullshard.optim.tiers.offloaded import OffloadedOptimizer
 from fullshard.optim.tiers.tier import (
     FileTier,
@@ -19,6 +20,9 @@ from fullshard.optim.tiers.tier import (
     OffloadStatistics,
     StateOffloadError,
 )
+from fullshard.sharding import STEP_EXTENSIONS
+
+STEP_EXTENSIONS.append(ShadowSteps)
 
 __version__ = "0.1.0"
 

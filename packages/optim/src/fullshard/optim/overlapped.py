@@ -33,11 +33,11 @@ from fullshard.optim.base.wrapping import (
     take_over,
 )
 from fullshard.optim.early_gradients import early_gradients
+from fullshard.optim.steps.rules import steps_on_plain
 from fullshard.sharding import rebind_optimizer
 from fullshard.sharding.spi import (
     Comparison,
     sharded_of,
-    steps_on_plain,
     untraced,
 )
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from fullshard.policies.elsewhere import require_steps_elsewhere
 from fullshard.policies.file_space import FileSpace
 from fullshard.policies.offload import OffloadPolicy
 from fullshard.policies.shard_file import ShardFile
@@ -98,7 +99,9 @@ class FileOffloadPolicy(OffloadPolicy):
         Raises:
             TypeError: if a field is of the wrong type.
             ValueError: if a field is out of its range, or no file can be made in the folder.
+            ImportError: if fullshard-optim is not installed.
         """
+        require_steps_elsewhere("FileOffloadPolicy")
         if not isinstance(self.folder, (str, Path)):
             raise TypeError(f"folder is a {type(self.folder).__name__}; pass a path")
         for name in ("resident_mb", "read_ahead_mb"):

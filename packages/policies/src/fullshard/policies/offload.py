@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fullshard.policies.elsewhere import require_steps_elsewhere
 from fullshard.sharding import NoOffload, OffloadToCPU
 from fullshard.sharding.spi import require_bool
 
@@ -52,9 +53,12 @@ class CPUOffloadPolicy(OffloadToCPU, OffloadPolicy):
 
         Raises:
             TypeError: if one is not a bool.
+            ImportError: if parameters and state live apart, and fullshard-optim is not installed.
         """
         for name in ("pin_memory", "parameters", "optimizer_state"):
             require_bool(name, getattr(self, name))
+        if self.parameters is not self.optimizer_state:
+            require_steps_elsewhere("CPUOffloadPolicy with one of its two flags")
 
     @property
     def stages_out_nothing(self) -> bool:

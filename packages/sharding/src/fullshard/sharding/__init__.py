@@ -28,10 +28,12 @@ from fullshard.sharding.base.torch_objects import converted, torchs_class
 from fullshard.sharding.extension import (
     EXTENSIONS,
     ROOT_EXTENSIONS,
+    STEP_EXTENSIONS,
     ExtendedGroup,
     ExtendedParameter,
     GroupExtension,
     RootExtension,
+    StepExtension,
 )
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.schedule import Schedule
@@ -63,6 +65,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EXTENSIONS",
     "ROOT_EXTENSIONS",
+    "STEP_EXTENSIONS",
     "DDPMeshInfo",
     "DataParallelMeshDims",
     "ExtendedGroup",
@@ -96,6 +99,7 @@ __all__ = [
     "ShardPlacementResult",
     "ShardedState",
     "ShardingPlacements",
+    "StepExtension",
     "TrainingState",
     "UnshardHandle",
     "WireForms",

@@ -12,15 +12,18 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 __all__ = [
     "EXTENSIONS",
     "ROOT_EXTENSIONS",
+    "STEP_EXTENSIONS",
     "ExtendedGroup",
     "ExtendedParameter",
     "GroupExtension",
     "MakeExtension",
     "RootExtension",
+    "StepExtension",
     "end_pass",
     "made_by",
 ]
@@ -157,6 +160,33 @@ def end_pass(groups: Sequence[ExtendedGroup]) -> None:
     """End a pass over ``groups``; see ``RootExtension.at_end``."""
     for each in ROOT_EXTENSIONS:
         each.at_end(groups)
+
+
+class StepExtension:
+    """What happens around the steps of one optimizer; the methods do nothing.
+
+    Each optimizer that steps sharded parameters has an instance of its own.
+    """
+
+    def on_parameters(self, optimizer: Optimizer) -> None:
+        """Take notice of the parameters: before the first step, and where they have changed."""
+
+    def before_step(self, optimizer: Optimizer, stepped: Optimizer) -> Optimizer:
+        """Return what ``step`` is to get in the place of ``optimizer``: as it is, ``stepped``."""
+        return stepped
+
+    def before_closure(self, optimizer: Optimizer, stepped: Optimizer) -> None:
+        """Take notice that the step is about to run a closure on the parameters."""
+
+    def after_closure(self, optimizer: Optimizer, stepped: Optimizer) -> None:
+        """Take notice that the closure has returned."""
+
+    def after_step(self, optimizer: Optimizer, stepped: Optimizer) -> None:
+        """Take notice that ``step`` has returned, before the user's own hooks run."""
+
+
+STEP_EXTENSIONS: list[Callable[[], StepExtension]] = []
+"""Make the extensions of each optimizer; packages append to it when they are imported."""
 
 
 def made_by(make: MakeExtension, group: ExtendedGroup) -> GroupExtension:

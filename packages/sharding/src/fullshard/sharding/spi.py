@@ -26,7 +26,7 @@ from fullshard.sharding.base.compat import (
 )
 from fullshard.sharding.base.exchange import objects_of_ranks
 from fullshard.sharding.base.forward_pass import ForwardPass
-from fullshard.sharding.base.memory import addresses_of, set_data
+from fullshard.sharding.base.memory import addresses_of, set_data, storage_object
 from fullshard.sharding.base.policies import declares
 from fullshard.sharding.base.stand_ins import StandIns
 from fullshard.sharding.base.tensors import PLAIN, is_plain, tensors_in
@@ -39,10 +39,7 @@ from fullshard.sharding.hooks.schedule import ShardedModule, StepRecord
 from fullshard.sharding.mesh.mesh_info import device_of_mesh, device_type_of
 from fullshard.sharding.mesh.placements import EarlyReduction
 from fullshard.sharding.mesh.subgroups import known_subgroup
-from fullshard.sharding.optim.gradient_stores import GradientStore, gradient_stores_of
-from fullshard.sharding.optim.live_groups import Snapshot
-from fullshard.sharding.optim.rules import STEP_NUMBERS, steps_on_plain
-from fullshard.sharding.optim.shadow_optimizer import ShadowOptimizer, are_same
+from fullshard.sharding.optim.live_groups import Snapshot, are_same, params_in
 from fullshard.sharding.params.lookup import owner_of, sharded_of
 from fullshard.sharding.params.registry import registry_of
 from fullshard.sharding.reduce.reduction import ReductionQueue
@@ -50,18 +47,15 @@ from fullshard.sharding.reduce.strategies import PlainReduce
 
 __all__ = [
     "PLAIN",
-    "STEP_NUMBERS",
     "Comparison",
     "EarlyReduction",
     "ForwardPass",
-    "GradientStore",
     "HeldStep",
     "Mode",
     "ModuleState",
     "PlainReduce",
     "ReductionQueue",
     "RootContext",
-    "ShadowOptimizer",
     "ShardedModule",
     "ShardingSpec",
     "Snapshot",
@@ -74,7 +68,6 @@ __all__ = [
     "device_of_mesh",
     "device_type_of",
     "flatten",
-    "gradient_stores_of",
     "gradients_of",
     "group_of",
     "groups_of",
@@ -91,6 +84,7 @@ __all__ = [
     "on_any_rank",
     "opened",
     "owner_of",
+    "params_in",
     "registry_of",
     "require_between_steps",
     "require_bool",
@@ -101,7 +95,7 @@ __all__ = [
     "spec_of",
     "specs_of",
     "state_of",
-    "steps_on_plain",
+    "storage_object",
     "storage_of",
     "tensors_in",
     "the_states",

@@ -16,7 +16,8 @@ from torch.optim.optimizer import Optimizer
 from fullshard.comm.spi import foreach_scale
 from fullshard.optim.base.stepped import label_of
 from fullshard.optim.base.wrapping import Bucket, params_of, part_of
-from fullshard.sharding.spi import ShadowOptimizer, local_of
+from fullshard.optim.steps.shadow_optimizer import ShadowOptimizer
+from fullshard.sharding.spi import local_of
 
 __all__ = ["Part", "SteppedGradients", "scale_gradients"]
 

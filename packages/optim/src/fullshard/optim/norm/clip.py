@@ -23,9 +23,9 @@ from fullshard.comm.spi import (
     traits_of,
 )
 from fullshard.optim.norm.norm_group import NormGroup, Parameters, norm_group_of
+from fullshard.optim.steps.gradient_stores import GradientStore
 from fullshard.policies.spi import raise_lost_gradients
 from fullshard.sharding.spi import (
-    GradientStore,
     flatten,
     gradients_of,
     local_shard,

@@ -30,11 +30,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fullshard.optim.steps.gradient_stores import gradient_stores_of
 from fullshard.sharding.spi import (
     Snapshot,
     are_same,
     device_of_mesh,
-    gradient_stores_of,
     known_subgroup,
     local_shards,
     owner_of,

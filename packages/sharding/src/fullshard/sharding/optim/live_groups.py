@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
-from operator import attrgetter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
 
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 
-__all__ = ["Snapshot", "add_groups", "all_groups"]
+__all__ = ["Snapshot", "add_groups", "all_groups", "are_same", "params_in"]
 
 _replacements = attrgetter("replacements")
+_params = itemgetter("params")
+
+
+def params_in(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the parameters in the groups of an optimizer, in order."""
+    return list(chain.from_iterable(map(_params, groups)))
+
+
+def are_same(found: Collection[Any], known: Collection[Any]) -> bool:
+    """Return whether both hold identical objects: ``==`` of tensors is another question."""
+    return len(found) == len(known) and all(map(is_, found, known))
 
 
 class _Groups:

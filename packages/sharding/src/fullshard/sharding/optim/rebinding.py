@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from fullshard.sharding.optim.shadow_optimizer import params_in
+from fullshard.sharding.optim.live_groups import params_in
 from fullshard.sharding.params.lookup import owner_of, sharded_of
 from fullshard.sharding.params.param import FSDPParam
 

@@ -2,8 +2,8 @@
 
 Owns them, in the order in which they are written here, and for each optimizer the groups whose kept
 copies a step makes stale. Before the user's own hooks: sharded parameters replace the original
-ones. After these: a shadow optimizer is stepped where that is needed, and a closure finds nothing
-stale. After the step, before the user's hooks: its results are taken over, and the parameter
+ones. After these: an extension may replace what is stepped, and a closure finds nothing stale.
+After the step, before the user's hooks: extensions take its results over, and the parameter
 generations end.
 
 [Note: what a step changes] All ranks must agree on which copies are stale, but not on which
@@ -32,19 +32,17 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.sharding.base.compat import storage_of, untraced
+from fullshard.sharding.extension import STEP_EXTENSIONS
 from fullshard.sharding.groups.param_group import FSDPParamGroup, group_of
 from fullshard.sharding.optim.compat import hooks_after_step, hooks_before_step
-from fullshard.sharding.optim.live_groups import Snapshot, add_groups, all_groups
-from fullshard.sharding.optim.rebinding import rebind_optimizer
-from fullshard.sharding.optim.rules import steps_on_plain
-from fullshard.sharding.optim.shadow import UnlikeShards
-from fullshard.sharding.optim.shadow_optimizer import (
-    ShadowOptimizer,
+from fullshard.sharding.optim.live_groups import (
+    Snapshot,
+    add_groups,
+    all_groups,
     are_same,
-    open_on,
     params_in,
-    place_state,
 )
+from fullshard.sharding.optim.rebinding import rebind_optimizer
 from fullshard.sharding.params.lookup import owner_of
 from fullshard.sharding.params.lost_data import require_own_data, require_own_gradients
 from fullshard.sharding.params.param import FSDPParam
@@ -93,10 +91,7 @@ class _StepHooks:
         self._owners: list[FSDPParam] = []
         self._ended: tuple[FSDPParamGroup, ...] = ()
         self._kin: tuple[FSDPParamGroup, ...] = ()
-        self._steps_on_plain = False
-        self._steps_elsewhere = False
-        self._places_state = False
-        self._kept: ShadowOptimizer | None = None
+        self._extensions = [make() for make in STEP_EXTENSIONS]
         self._handles: list[RemovableHandle] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -122,7 +117,6 @@ class _StepHooks:
         """Look for the owners of the parameters that ``optimizer`` holds.
 
         Raises:
-            TypeError: if it needs whole parameters and one is cut.
             RuntimeError: if ``data`` of a sharded parameter was set; see [Note: data].
         """
         self._snapshot = None
@@ -132,8 +126,6 @@ class _StepHooks:
         owned = [(param, owner_of(param)) for param in own if isinstance(param, DTensor)]
         self._sharded = [param for param, owner in owned if owner is not None]
         self._owners = [owner for _, owner in owned if owner is not None]
-        self._steps_on_plain = bool(self._owners) and steps_on_plain(type(optimizer), own)
-        self._steps_elsewhere = any(map(_steps_elsewhere, self._owners))
         self._ended = _groups_of(self._params)
         roots = {group.shared for group in self._ended}
         self._kin = tuple(
@@ -143,14 +135,12 @@ class _StepHooks:
             if group.generation.data_was_set:
                 require_own_data(group.params)
         self.concerns_us = bool(self._ended)
+        for each in self._extensions:
+            each.on_parameters(optimizer)
         seen = (*self._ended, *self._kin)
         if any(not isinstance(param, DTensor) for param in self._params):
             seen = all_groups()  # any may share memory with it
         self._snapshot = Snapshot([group.generation for group in seen])
-        if self._steps_elsewhere and not self._places_state:
-            self._places_state = True
-            optimizer.register_load_state_dict_post_hook(place_state)
-            place_state(optimizer)
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Return whether the optimizer's parameters and all sharded parameters are unchanged."""
@@ -163,13 +153,11 @@ class _StepHooks:
     def _begin(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the step: with a shadow optimizer, if shards can be plain."""
+        """Return the arguments of the step: with what extensions want to be stepped."""
         require_own_gradients(self._sharded, self._owners)
-        for outer in open_on(self._params):
-            outer.write_back()
         stepped, *others = args
-        if stepped is optimizer:  # else a user's hook chose what to step
-            stepped = self._shadow(optimizer) or optimizer
+        for each in self._extensions:
+            stepped = each.before_step(optimizer, stepped)
         run = partial(self._computed, optimizer, stepped)
         if callable(kwargs.get("closure")):
             kwargs = {**kwargs, "closure": partial(run, kwargs["closure"])}
@@ -177,43 +165,27 @@ class _StepHooks:
             others[0] = partial(run, others[0])
         return (stepped, *others), kwargs
 
-    def _shadow(self, optimizer: Optimizer) -> Optimizer | None:
-        """Return a shadow of ``optimizer``, if one is to be stepped."""
-        if self._steps_on_plain and not torch.compiler.is_compiling():
-            shadow = self._kept or ShadowOptimizer(plain=True)
-            try:
-                stepped = shadow.begin(optimizer)
-                self._kept = None if shadow.copies else shadow
-                return stepped
-            except UnlikeShards:
-                pass
-        return ShadowOptimizer(plain=False).begin(optimizer) if self._steps_elsewhere else None
-
     @untraced
     def _computed(
         self, optimizer: Optimizer, stepped: Optimizer, closure: Callable[[], Any]
     ) -> Any:
         """Run a closure on the parameters as the step has them, so that kept copies are stale."""
-        shadow = ShadowOptimizer.of(stepped)
-        if shadow is not None:
-            with torch.no_grad():
-                shadow.before_closure(optimizer)
+        with torch.no_grad():
+            for each in self._extensions:
+                each.before_closure(optimizer, stepped)
         self._end_generations(optimizer)
         result = closure()
-        if shadow is not None:
-            with torch.no_grad():
-                shadow.after_closure(optimizer, stepped)
+        with torch.no_grad():
+            for each in self._extensions:
+                each.after_closure(optimizer, stepped)
         return result
 
     @torch.no_grad()
     @untraced
     def _end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the results of the step over."""
-        shadow = ShadowOptimizer.of(args[0])
-        if shadow is not None:
-            shadow.end(optimizer, args[0])
-        for outer in open_on(self._params):
-            outer.read()
+        """Let extensions take the results of the step over."""
+        for each in self._extensions:
+            each.after_step(optimizer, args[0])
         self._end_generations(optimizer)
 
     def _end_generations(self, optimizer: Optimizer) -> None:
@@ -225,11 +197,6 @@ class _StepHooks:
         for group in self._kin:
             if not all(_is_frozen(param) for param in group.params):
                 group.generation.advance()
-
-
-def _steps_elsewhere(owner: FSDPParam) -> bool:
-    probe = torch.empty(0, device=owner.shard.device)
-    return owner.offload.stage_step(probe, owner.device) is not probe
 
 
 def _is_frozen(param: FSDPParam) -> bool:

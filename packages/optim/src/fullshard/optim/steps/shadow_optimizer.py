@@ -27,26 +27,17 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from itertools import chain, islice
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from fullshard.sharding.base.compat import (
-    gradients_of,
-    local_of,
-    local_shard,
-    local_shards,
-    specs_of,
-)
-from fullshard.sharding.base.memory import addresses_of, storage_object
-from fullshard.sharding.base.tensors import map_tensors
-from fullshard.sharding.optim.gradient_stores import GradientStore, gradient_stores_of
-from fullshard.sharding.optim.shadow import (
+from fullshard.optim.steps.gradient_stores import GradientStore, gradient_stores_of
+from fullshard.optim.steps.shadow import (
     Shadow,
     UnlikeShards,
     await_copies,
@@ -54,22 +45,24 @@ from fullshard.sharding.optim.shadow import (
     moved_to_step,
     shadow_of,
 )
-from fullshard.sharding.params.lookup import owner_of
+from fullshard.sharding import map_tensors
+from fullshard.sharding.spi import (
+    addresses_of,
+    are_same,
+    gradients_of,
+    local_of,
+    local_shard,
+    local_shards,
+    owner_of,
+    params_in,
+    specs_of,
+    storage_object,
+)
 
-__all__ = ["ShadowOptimizer", "are_same", "open_on", "params_in", "place_state"]
+__all__ = ["ShadowOptimizer", "open_on", "place_state"]
 
 _params = itemgetter("params")
 _SHADOW = "_fullshard_shadow"
-
-
-def params_in(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the parameters in the groups of an optimizer, in order."""
-    return list(chain.from_iterable(map(_params, groups)))
-
-
-def are_same(found: Collection[Any], known: Collection[Any]) -> bool:
-    """Return whether both hold identical objects: ``==`` of tensors is another question."""
-    return len(found) == len(known) and all(map(is_, found, known))
 
 
 def _objects_in(state: Mapping[Any, Any]) -> list[Any]:

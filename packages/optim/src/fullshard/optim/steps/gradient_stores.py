@@ -10,8 +10,7 @@ from typing import Protocol, cast
 
 import torch
 
-from fullshard.sharding.base.policies import declares
-from fullshard.sharding.params.lookup import owner_of
+from fullshard.sharding.spi import declares, owner_of
 
 __all__ = ["GradientStore", "gradient_stores_of"]
 

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.spi import STEP_NUMBERS
 from fullshard.comm.spi import traits_of
-from fullshard.sharding.base.compat import local_of, local_shard, make_dtensor, spec_of
-from fullshard.sharding.optim.rules import STEP_NUMBERS
-from fullshard.sharding.params.lookup import owner_of
-from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding import FSDPParam
+from fullshard.sharding.spi import local_of, local_shard, make_dtensor, owner_of, spec_of
 
 __all__ = ["Shadow", "UnlikeShards", "await_copies", "is_on_host", "moved_to_step", "shadow_of"]
 

@@ -15,13 +15,9 @@ from torch import optim
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from fullshard.sharding.base.compat import spec_of
-from fullshard.sharding.params.lookup import owner_of
+from fullshard.sharding.spi import owner_of, spec_of
 
-__all__ = ["STEP_NUMBERS", "steps_on_plain"]
-
-STEP_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""State that torch's optimizers keep as one number per parameter, whatever its shape."""
+__all__ = ["steps_on_plain"]
 
 # Exactly these: a subclass may do anything.
 _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(

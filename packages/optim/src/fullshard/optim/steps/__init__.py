@@ -1,0 +1,3 @@
+"""What optimizers step in the place of sharded parameters: plain shards, or copies elsewhere."""
+
+__all__: list[str] = []
