@@ -93,7 +93,7 @@ def test_a_transport_gives_what_the_definition_of_the_collective_says(
 
 GATHER = ("open_shared_buffer",)
 REDUCTION = ("parts_reducer",)
-BOTH = ("resolve", "aliases_input", "coalesced_up_to", "is_automatic")
+BOTH = ("resolve", "aliases_input", "is_automatic")
 KINDS = [
     AllToAllTransport,
     AutomaticTransport,
@@ -133,12 +133,12 @@ def test_a_subclass_may_declare_capabilities_of_the_method_that_it_overrides() -
         def all_gather(self, *given: object) -> None:
             """Something else."""
 
-        def coalesced_up_to(self, process_group: object, device: object) -> int:
-            return 16
+        def aliases_input(self, process_group: object) -> bool:
+            return True
 
     group = group_of(0, 2)
     comm = Collective(DefaultAllGather(transport=Own()))
-    assert comm.offers.coalesced_up_to(group, torch.device("cpu")) == 16
+    assert comm.offers.aliases_input(group)
 
 
 class _Minimal:
@@ -152,17 +152,16 @@ class _Minimal:
     def reduce_scatter(self, *given: object) -> None:
         """Nothing."""
 
-    def coalesced_up_to(self, process_group: object, device: object) -> int:
-        return 1 << 30
+    def aliases_input(self, process_group: object) -> bool:
+        return True
 
 
 def test_a_transport_without_the_base_class_is_only_called() -> None:
-    group, cpu = group_of(0, 1), torch.device("cpu")
+    group = group_of(0, 1)
     own = _Minimal()
     for comm in (DefaultAllGather(transport=own), DefaultReduceScatter(transport=own)):
         assert comm.transport is own
         collective = Collective(comm)
-        assert collective.offers.coalesced_up_to(group, cpu) == 0
         assert not collective.offers.aliases_input(group)
         assert not collective.is_automatic
     transport = ProcessGroupTransport()

@@ -35,13 +35,6 @@ OFFLOAD = {"offload_policy": CPUOffloadPolicy()}
 STEPS = 3
 
 
-def apart(net: Net, **arguments: Any) -> Net:
-    """``net``, sharded, each group of which reduces by itself: small ones share launches."""
-    model: Any = sharded(net, **arguments)
-    model.set_reduce_bucket_cap(0)
-    return net
-
-
 def backward(model: nn.Module, number: int) -> None:
     model(batch(number)).square().mean().backward()
 
@@ -123,7 +116,7 @@ MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 def test_steps_equal_those_of_the_wrapped_optimizer_to_the_bit(
     name: str, micro_batches: int
 ) -> None:
-    mine, theirs = apart(build(), **OFFLOAD), sharded(build(), **OFFLOAD)
+    mine, theirs = sharded(build(), **OFFLOAD), sharded(build(), **OFFLOAD)
     assert_stepped_alike(mine, theirs, MAKERS[name], micro_batches)
 
 
@@ -131,7 +124,7 @@ def test_steps_equal_those_of_the_wrapped_optimizer_to_the_bit(
 @pytest.mark.parametrize("norm", ["exact", "previous"])
 @distributed(2)
 def test_clipping_is_that_of_the_plain_loop_to_the_bit(norm: Any) -> None:
-    mine, theirs = apart(build(), **OFFLOAD), sharded(build(), **OFFLOAD)
+    mine, theirs = sharded(build(), **OFFLOAD), sharded(build(), **OFFLOAD)
     one, other = OverlappedStep(adamw(mine), mine, max_norm=0.05, norm=norm), adamw(theirs)
     norms = run(mine, one, micro_batches=2)
     expected = run_plainly(
@@ -144,7 +137,7 @@ def test_clipping_is_that_of_the_plain_loop_to_the_bit(norm: Any) -> None:
 @distributed(2)
 def test_clipping_holds_for_parameters_of_another_optimizer() -> None:
     """All gradients are scaled in the first step, which a second optimizer then steps with."""
-    mine, theirs = apart(build()), sharded(build())
+    mine, theirs = sharded(build()), sharded(build())
     firsts: list[Optimizer] = []
     norms: list[float] = []
     for model in (mine, theirs):
@@ -179,7 +172,7 @@ def test_clipping_holds_for_parameters_of_another_optimizer() -> None:
 def test_a_run_with_the_norm_of_the_last_step_goes_on_to_the_bit() -> None:
     runs = []
     for loads in (False, True):
-        model = apart(build())
+        model = sharded(build())
         optimizer = OverlappedStep(adamw(model), model, max_norm=0.05, norm="previous")
         for step in range(4):
             if loads and step == 2:
@@ -200,7 +193,7 @@ def test_saving_before_the_first_step_leaves_its_norm_exact() -> None:
     """A call of ``get_state_dict`` steps with gradients of zeros, whose norm bounds nothing."""
     runs = []
     for saves in (False, True):
-        model = apart(build())
+        model = sharded(build())
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = OverlappedStep(plain, model, max_norm=0.05, norm="previous")
         if saves:
@@ -249,7 +242,6 @@ def test_gradients_of_one_reduction_may_be_stepped_apart() -> None:
     for number in range(4):
         backward(mine, number)
         backward(theirs, number)
-    cast("FSDPModule", mine).set_reduce_bucket_cap(0)
     with one.overlap():
         backward(mine, 4)
     backward(theirs, 4)
@@ -262,7 +254,7 @@ def test_gradients_of_one_reduction_may_be_stepped_apart() -> None:
 @distributed(2)
 def test_a_policy_that_steps_on_the_device_may_overlap_too() -> None:
     policy = CPUOffloadPolicy(optimizer_state=False)
-    mine, theirs = apart(build(), offload_policy=policy), sharded(build(), offload_policy=policy)
+    mine, theirs = sharded(build(), offload_policy=policy), sharded(build(), offload_policy=policy)
     assert_stepped_alike(mine, theirs)
 
 
@@ -285,7 +277,7 @@ def test_an_optimizer_built_before_sharding_and_a_frozen_parameter() -> None:
 
 @distributed(2)
 def test_gradients_of_backwards_that_were_not_the_last_are_added_before_the_step() -> None:
-    mine, theirs = apart(build()), apart(build())
+    mine, theirs = sharded(build()), sharded(build())
     one, other = OverlappedStep(adamw(mine), mine), adamw(theirs)
     for step in range(2):
         for model, optimizer in ((mine, one), (theirs, other)):
@@ -325,7 +317,7 @@ def test_steps_without_overlap_and_closures_are_ordinary_steps() -> None:
 @distributed(2)
 def test_a_group_is_stepped_before_backward_ends() -> None:
     """The last group's backward waits for the step of the first: no other order can pass."""
-    model = apart(build(), **OFFLOAD)
+    model = sharded(build(), **OFFLOAD)
     optimizer = OverlappedStep(adamw(model), model)
     last = dict(model.blocks[-1].named_parameters())
     before = {name: part(param).clone() for name, param in last.items()}
@@ -351,7 +343,7 @@ def test_the_step_runs_on_another_thread_and_backward_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The thread waits for the end of backward, which comes without it."""
-    model = apart(build())
+    model = sharded(build())
     optimizer = OverlappedStep(adamw(model), model)
     ended, threads = threading.Event(), set()
     whole = OverlappedStep._step_part
@@ -373,7 +365,7 @@ def test_the_step_runs_on_another_thread_and_backward_goes_on(
 @distributed(2)
 def test_no_step_runs_after_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """So nobody reads a parameter, or changes a gradient, in the middle of its step."""
-    model = apart(build())
+    model = sharded(build())
     optimizer = OverlappedStep(adamw(model), model)
     waited, step_part, wait = threading.Event(), optimizer._step_part, optimizer._wait
 
@@ -409,7 +401,7 @@ class Reductions:
 
 @distributed(2)
 def test_gradients_come_at_the_end_of_backward_without_overlap() -> None:
-    model = apart(build())
+    model = sharded(build())
     backward(model, 0)
     at_end, beside = Reductions(), Reductions()
     with observe(at_end):
@@ -450,7 +442,7 @@ def test_a_state_dict_goes_there_and_back() -> None:
 def test_an_error_of_a_step_comes_on_all_ranks_and_names_the_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = apart(build())
+    model = sharded(build())
     optimizer = OverlappedStep(adamw(model), model)
 
     def fails(*_: Any) -> None:
@@ -481,7 +473,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 @pytest.mark.parametrize("name", CHANGES)
 @distributed(2)
 def test_gradients_changed_after_their_step_are_an_error(name: str) -> None:
-    model = apart(build())
+    model = sharded(build())
     optimizer = OverlappedStep(adamw(model), model)
     with optimizer.overlap():
         backward(model, 0)
@@ -504,7 +496,7 @@ OPTIONS: dict[str, Callable[[Optimizer], object]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 @distributed(2)
 def test_options_changed_between_backward_and_step_are_an_error(name: str) -> None:
-    model = apart(build())
+    model = sharded(build())
     optimizer = OverlappedStep(adamw(model, lr=torch.tensor(0.1), foreach=False), model)
     with optimizer.overlap():
         backward(model, 0)
@@ -532,7 +524,7 @@ def test_a_change_of_any_element_of_a_gradient_is_noticed(offset: int, dtype: to
 
 @distributed(2)
 def test_a_backward_that_raised_is_an_error_of_the_step_until_a_state_is_loaded() -> None:
-    model = apart(build())
+    model = sharded(build())
     optimizer = OverlappedStep(adamw(model), model)
     saved = copy.deepcopy(adamw(model).state_dict())
 

@@ -25,7 +25,7 @@ from fullshard.optim import clip_grad_norm_
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard, unsharded
 from fullshard.wire import Quantised, WirePolicy
-from support.apart import apart, private_memory
+from support.apart import private_memory
 from support.modules import Residual, in_turn
 from support.parity.compare import EXACT, assert_equal, parameters_of, rounding
 from support.parity.engines import TORCH, tell
@@ -161,7 +161,6 @@ WAYS = {
     "shared memory": Way(),
     "kept": Way(options={"reshard_after_forward": False}),
     "process group": Way(inside=private_memory),
-    "coalesced": Way(inside=apart),
     "mixed precision": Way(options={"mp_policy": _bf16}, rounds=True),
     "wire": Way(
         options={

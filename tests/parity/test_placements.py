@@ -232,8 +232,6 @@ def test_bytes_that_travel_and_are_held_equal_the_formulas(name: str) -> None:
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))).double()
     for layer in (*model, model):
         fully_shard(layer, mesh=mesh_of(), placements=placements)
-    model.set_gather_bucket_cap(0)
-    model.set_reduce_bucket_cap(0)
     optimizer = torch.optim.Adam(model.parameters())
     log = EventLog()
     with private_memory():
@@ -293,7 +291,6 @@ def _full_bytes(layer: nn.Module) -> int:
 def test_a_copy_is_used_again_within_a_step_only(name: str) -> None:
     pair = pair_of("uneven", PLACEMENTS[name])
     model: Any = pair.model
-    model.set_gather_bucket_cap(0)
     groups = 3
     log = EventLog()
 

@@ -23,7 +23,7 @@ from support.modules import Assembled
 from support.optim import offloaded
 from support.optim.offloaded import Program, adamw, are_in_file, assert_equal_runs, part, run_both
 from support.ranks import distributed
-from support.surface.model import Net, batch, build, sharded
+from support.surface.model import batch, build, sharded
 from support.surface.ranks import everyone
 
 REDUCED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -42,13 +42,6 @@ def in_file(folder: Path, **options: Any) -> FileOffloadPolicy:
     return offloaded.in_file(folder, gradients=True, **options)
 
 
-def apart(net: Net, **arguments: Any) -> Any:
-    """``net``, sharded, each group of which reduces by itself."""
-    model: Any = sharded(net, **arguments)
-    model.set_reduce_bucket_cap(0)
-    return model
-
-
 def gradients_of(model: nn.Module) -> list[torch.Tensor]:
     return [part(param.grad) for param in model.parameters()]
 
@@ -64,8 +57,8 @@ def assert_in_file(model: nn.Module, policy: FileOffloadPolicy) -> None:
 @distributed(2)
 def test_steps_equal_those_with_gradients_in_memory(name: str, tmp_path: Path) -> None:
     program, policy = PROGRAMS[name], in_file(tmp_path)
-    mine = apart(build(), **program.arguments, offload_policy=policy)
-    theirs = apart(build(), **program.arguments)
+    mine = sharded(build(), **program.arguments, offload_policy=policy)
+    theirs = sharded(build(), **program.arguments)
     run_both(program, mine, theirs)
     assert_in_file(mine, policy)
     assert all(map(torch.equal, gradients_of(mine), gradients_of(theirs)))
@@ -76,7 +69,7 @@ def test_steps_equal_those_with_gradients_in_memory(name: str, tmp_path: Path) -
 def test_steps_of_replicas_are_equal(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
     policy, program = in_file(tmp_path), Program(micro_batches=2, clip=0.1)
-    mine, theirs = apart(build(), mesh=mesh, offload_policy=policy), apart(build(), mesh=mesh)
+    mine, theirs = sharded(build(), mesh=mesh, offload_policy=policy), sharded(build(), mesh=mesh)
     run_both(program, mine, theirs)
     assert_in_file(mine, policy)
 
@@ -84,7 +77,7 @@ def test_steps_of_replicas_are_equal(tmp_path: Path) -> None:
 @distributed(2)
 def test_steps_beside_backward_are_equal(tmp_path: Path) -> None:
     policy = in_file(tmp_path)
-    mine, theirs = apart(build(), offload_policy=policy), apart(build())
+    mine, theirs = sharded(build(), offload_policy=policy), sharded(build())
     one, other = OverlappedStep(adamw(mine), mine), adamw(theirs)
     for step in range(3):
         for model in (mine, theirs):
@@ -127,7 +120,7 @@ def test_gradients_that_only_some_ranks_have_are_equal(tmp_path: Path) -> None:
 @distributed(2)
 def test_a_gradient_is_stored_before_backward_ends(tmp_path: Path) -> None:
     policy = in_file(tmp_path)
-    model, stored = apart(build(), offload_policy=policy), list[int]()
+    model, stored = sharded(build(), offload_policy=policy), list[int]()
     inputs = batch().requires_grad_()
     model(batch()).square().mean().backward()
     model.zero_grad()
@@ -144,9 +137,9 @@ def test_a_gradient_is_stored_before_backward_ends(tmp_path: Path) -> None:
 
 @distributed(2)
 def test_a_small_gradient_in_memory_does_not_keep_the_memory_of_its_group(tmp_path: Path) -> None:
-    sizes = sorted(part(param).nbytes for param in apart(build()).parameters())
+    sizes = sorted(part(param).nbytes for param in sharded(build()).parameters())
     policy = in_file(tmp_path, min_bytes=sizes[len(sizes) // 2])
-    model = apart(build(), offload_policy=policy)
+    model: Any = sharded(build(), offload_policy=policy)
     model(batch()).square().mean().backward()
     small = [each for each in gradients_of(model) if policy._file.find(each) is None]
     assert 0 < len(small) < len(sizes)
@@ -156,7 +149,7 @@ def test_a_small_gradient_in_memory_does_not_keep_the_memory_of_its_group(tmp_pa
 @distributed(2)
 def test_a_backward_that_raises_leaves_gradients_and_no_space_in_use(tmp_path: Path) -> None:
     policy = in_file(tmp_path)
-    model = apart(build(), offload_policy=policy)
+    model: Any = sharded(build(), offload_policy=policy)
     model(batch()).square().mean().backward()
     before, sizes = [each.clone() for each in gradients_of(model)], set()
 
@@ -180,7 +173,8 @@ def test_a_backward_that_raises_leaves_gradients_and_no_space_in_use(tmp_path: P
 @distributed(2)
 def test_a_full_disk_is_an_error_on_all_ranks_and_loses_nothing(tmp_path: Path) -> None:
     policy = in_file(tmp_path)
-    model, expected = apart(build(), offload_policy=policy), apart(build())
+    model: Any = sharded(build(), offload_policy=policy)
+    expected = sharded(build())
     optimizer, other = adamw(model), adamw(expected)
     for each in (model, expected):
         each(batch()).square().mean().backward()
@@ -228,7 +222,8 @@ def test_an_earlier_gradient_that_cannot_be_read_is_an_error_on_all_ranks_before
     announced: bool, tmp_path: Path
 ) -> None:
     policy = in_file(tmp_path, resident_mb=0, read_ahead_mb=0)
-    model, expected = apart(build(), offload_policy=policy), apart(build())
+    model: Any = sharded(build(), offload_policy=policy)
+    expected = sharded(build())
     optimizer, other = adamw(model), adamw(expected)
 
     def backward(each: Any, number: int) -> None:
@@ -266,7 +261,7 @@ def test_clipping_raises_on_all_ranks_before_the_step_if_a_gradient_cannot_be_re
     tmp_path: Path,
 ) -> None:
     policy = in_file(tmp_path, resident_mb=0, read_ahead_mb=0)
-    model = apart(build(), offload_policy=policy)
+    model: Any = sharded(build(), offload_policy=policy)
     for clips in (True, False):
         model(batch()).square().mean().backward()
         with unreadable(policy, gradients_of(model)), pytest.raises(RuntimeError, match=LOST):
@@ -280,7 +275,7 @@ def test_a_step_beside_a_backward_that_lost_a_gradient_is_an_error_on_all_ranks(
     tmp_path: Path,
 ) -> None:
     policy = in_file(tmp_path, resident_mb=0, read_ahead_mb=0)
-    model = apart(build(), offload_policy=policy)
+    model: Any = sharded(build(), offload_policy=policy)
     optimizer = OverlappedStep(adamw(model), model)
     model(batch()).square().mean().backward()
     with (

@@ -77,8 +77,6 @@ def test_steps_with_the_optimizers_state_in_files_too_are_equal(
     policy = in_file(tmp_path, optimizer_state=state, gradients=gradients)
     on_host = CPUOffloadPolicy(optimizer_state=state)  # norms of a device are rounded otherwise
     mine, theirs = (sharded(build(), offload_policy=each) for each in (policy, on_host))
-    for model in (mine, theirs) if gradients else ():
-        model.set_reduce_bucket_cap(0)  # type: ignore[operator]  # sharded
     one = OffloadedOptimizer(adamw(mine), FileTier(tmp_path, bucket_mb=1e-4, min_bytes=1))
     other = adamw(theirs)
     Program(micro_batches=2, clip=0.1).run(mine, one, range(3))
@@ -159,7 +157,6 @@ def test_steps_beside_backward_and_announced_backwards_read_ahead_as_others(tmp_
         model: Any = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
         for each in (*model, model):
             fully_shard(each, offload_policy=policy)
-        model.set_reduce_bucket_cap(0)
         optimizer = OverlappedStep(torch.optim.SGD(model.parameters()), model)
         for step in range(4):
             before = policy.statistics.reads_ahead

@@ -20,7 +20,6 @@ _ON_ONE_AXIS = [
     "post-forward-mesh",
     "no-sync",
     "recovered",
-    "coalesced",
     "offloaded",
     "lists",
 ]
@@ -50,7 +49,7 @@ def test_nor_over_shards_alone(name: str) -> None:
     assert {"default", "copy_in", "reduce"} <= report.operations.keys()
 
 
-_ON_REAL_RANKS = ["own-collectives", "all-to-all", "coalesced", "by-hand", "recovered"]
+_ON_REAL_RANKS = ["own-collectives", "all-to-all", "by-hand", "recovered"]
 
 
 @distributed(2)

@@ -176,12 +176,6 @@ DIFFERENCES = {
         "DepthPrefetch(forward=1",
         "DepthPrefetch(forward=2",
     ),
-    "gather bucket": changed_later(
-        lambda net: net.blocks[1].set_gather_bucket_cap(3.0), GROUP, "share launches up to 3 MiB"
-    ),
-    "reduce bucket": changed_later(
-        lambda net: net.blocks[1].set_reduce_bucket_cap(3.0), GROUP, "reductions up to 3 MiB"
-    ),
     "kept storage": changed_later(
         lambda net: net.blocks[1].set_keep_unsharded_storage(True), GROUP, "storage kept: True"
     ),

@@ -137,8 +137,6 @@ WRONG = [
     Wrong(BUFFERS, ("2",), TypeError, ("max_input_buffers", "str")),
     Wrong(BUFFERS, (0,), ValueError, ("max_input_buffers", "0", "positive")),
     does_not_recurse(BUFFERS, 2),
-    *no_cap("set_reduce_bucket_cap"),
-    *no_cap("set_gather_bucket_cap"),
     *not_a_bool("set_separate_reduce_scatter_group", "enable"),
     does_not_recurse("parameters_changed"),
     Wrong("set_all_reduce_hook", ("sum",), TypeError, ("hook", "str", "function")),

@@ -16,7 +16,6 @@ from support.surface.model import batch, build, sharded
 def _model() -> Any:
     """A model of three groups, whose reductions are all in flight until they are waited for."""
     model: Any = sharded(build())
-    model.set_reduce_bucket_cap(0)
     model.set_reduce_scatter_max_input_buffers(3)
     return model
 

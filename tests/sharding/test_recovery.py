@@ -86,8 +86,6 @@ def test_after_a_reset_groups_are_reduced_as_if_the_forward_before_had_not_been(
     seen = []
     for abandoned in (False, True):
         net, _ = _stack()
-        for module in (*net.layers, net):
-            module.set_reduce_bucket_cap(0.0, recurse=False)
         held = net(_batch(0, dist.get_rank())) if abandoned else None
         net.reset_iter_state()
         log = EventLog()
@@ -195,7 +193,6 @@ def test_so_do_partial_results_of_a_hybrid_mesh(name: str) -> None:
 def test_a_backward_that_raises_may_have_added_to_earlier_gradients_as_in_torch() -> None:
     """Of each group all or nothing; see [Note: landing]. What it gave first is dropped."""
     net, plain = _stack()
-    net.set_reduce_bucket_cap(0)
     for model in (net, _stack(shard=torch_fsdp.fully_shard)[0]):
         _backward(model, 0)
         layers = [nn.ParameterList(layer.parameters()) for layer in model.layers]

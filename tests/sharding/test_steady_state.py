@@ -55,7 +55,6 @@ def over(name: str, model: Any) -> Iterator[None]:
         if hasattr(module, "set_custom_all_gather"):
             module.set_custom_all_gather(DefaultAllGather(transport=transport))
             module.set_custom_reduce_scatter(DefaultReduceScatter(transport=transport))
-            module.set_reduce_bucket_cap(0)
     yield
 
 

@@ -218,7 +218,6 @@ def allocated(net: nn.Module) -> list[str]:
 def test_memory_is_there_exactly_while_a_group_is_unsharded(reshard: bool | None) -> None:
     with private_memory():
         net = make_net(ours, reshard_after_forward=reshard)
-        net.set_gather_bucket_cap(0)  # with others it may be there before
         seen = []
 
         class AtEachEvent:

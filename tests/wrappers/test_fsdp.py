@@ -33,10 +33,8 @@ FIELDS_NOT_YET: set[str] = set()
 # What fullshard adds, beyond torch's.
 OURS = {
     "parameters_changed",
-    "set_gather_bucket_cap",
     "set_gather_on_read",
     "set_placements",
-    "set_reduce_bucket_cap",
     "set_schedule",
 }
 

@@ -6,6 +6,7 @@ import gc
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -50,10 +51,13 @@ def run_drawn(case: FuzzCase, drawn: AroundCase, more: MoreCase = PLAIN) -> None
     watch, threads = SlowRanks() if drawn.watches else None, {*threading.enumerate()}
     with tempfile.TemporaryDirectory(prefix="fullshard-fuzz-") as folder:
         with watch or nullcontext():
-            _train(Pair(case, drawn, Path(folder), more))
+            pair = Pair(case, drawn, Path(folder), more)
+            unsharded = [weakref.ref(param) for param in pair.oracle.model.parameters()]
+            _train(pair)
+            del pair
             if watch is not None:
                 watch.report()
-        _require_nothing_left(Path(folder), threads)
+        _require_nothing_left(Path(folder), threads, unsharded)
 
 
 def _train(pair: Pair) -> None:
@@ -209,14 +213,24 @@ def _holders_of_files() -> str:
     return f"{len(files)} files of state are held by {', '.join(sorted(holders))}"
 
 
-def _require_nothing_left(folder: Path, before: set[threading.Thread]) -> None:
+def _require_nothing_left(
+    folder: Path, before: set[threading.Thread], unsharded: list[weakref.ref[torch.nn.Parameter]]
+) -> None:
     """Raise if files or threads of policies and tiers outlive their models.
+
+    Not if the unsharded model stays, too: a program may put what a checkpointed region computes
+    into an argument of the region, which is a cycle through autograd that Python does not see.
 
     Args:
         folder: of the files.
         before: threads that were there before the run.
+        unsharded: the parameters of the unsharded model.
     """
     gc.collect()
+    stays = torch.tensor([any(each() is not None for each in unsharded)])
+    dist.all_reduce(stays, dist.ReduceOp.MAX)
+    if stays:
+        return
     own = {*threading.enumerate()} - before
     threads = [each for each in own if each.name.startswith("fullshard-")]
     for thread in threads:

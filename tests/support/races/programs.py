@@ -106,8 +106,6 @@ def build(
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     sharded = fully_shard(model, mesh=mesh, **options)
-    sharded.set_gather_bucket_cap(0)
-    sharded.set_reduce_bucket_cap(0)
     return sharded
 
 
@@ -238,11 +236,6 @@ class OwnAllToAll(DefaultReduceScatter):
 def _all_to_all(model: Any) -> None:
     for module in (model, *model.blocks):
         module.set_custom_reduce_scatter(OwnAllToAll())
-
-
-def _coalesced(model: Any) -> None:
-    model.set_gather_bucket_cap(1.0)
-    model.set_reduce_bucket_cap(1.0)
 
 
 def _clip(model: Any) -> None:
@@ -427,7 +420,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "all-to-all": {"prepare": _all_to_all},
     "own-collectives": {"prepare": _own_comm},
-    "coalesced": {"prepare": _coalesced, "steps": 4},
     "clipped": {"before_step": _clip},
     "all-reduce-hook": {"prepare": _hooked},
     "by-hand": {"backward": _by_hand},

@@ -6,11 +6,6 @@ from fullshard.comm.buffers.buffers import BlockPool, Buffer, BufferSource
 from fullshard.comm.buffers.idle import IDLE
 from fullshard.comm.buffers.packing import pack_gradients
 from fullshard.comm.collectives.all_reduce import all_reduce_numbers
-from fullshard.comm.collectives.coalescing import (
-    coalesced_cap_mb,
-    coalescing_pays,
-    configs_coalesce,
-)
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.collectives.in_place import (
     SharedGatherInFlight,
@@ -107,9 +102,6 @@ __all__ = [
     "can_pin",
     "carrier_of",
     "check_reduction",
-    "coalesced_cap_mb",
-    "coalescing_pays",
-    "configs_coalesce",
     "default_store",
     "default_transport",
     "emit",

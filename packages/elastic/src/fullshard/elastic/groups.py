@@ -127,8 +127,8 @@ class ReplicaGroups:
         """Name what a group receives when it joins: call it before the first step.
 
         Parameters and buffers of ``model``, the state of ``optimizer``, the state of random numbers
-        and of ``others`` (a learning-rate scheduler, a data loader). The reductions of ``model``
-        are no longer coalesced, and its all-reduce hook is taken.
+        and of ``others`` (a learning-rate scheduler, a data loader). The all-reduce hook of
+        ``model`` is taken.
 
         Args:
             model: sharded with the policy of ``wire``.
@@ -155,7 +155,6 @@ class ReplicaGroups:
                     )
             # All groups reduce the same buffers in one order, whatever their number of ranks.
             module.set_all_reduce_hook(_unchanged)
-            module.set_reduce_bucket_cap(0, recurse=False)
         self._state = ReplicaState(model, optimizer, others)
 
     def state_dict(self) -> dict[str, Any]:

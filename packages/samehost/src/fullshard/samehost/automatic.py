@@ -46,7 +46,6 @@ _OWN = ProcessGroupTransport()
 _ALL_TO_ALL = AllToAllTransport()
 _SHARED = SharedMemoryTransport()
 
-_COALESCED_UP_TO = 64 << 10
 """Bytes of one rank's slice: half of what the input of two ranks measures in ``all_to_all``."""
 
 _LARGEST_EXCHANGE = 1 << 28
@@ -226,13 +225,6 @@ class AutomaticTransport(Transport):
             return transport.all_reduce(tensor, op, process_group, async_op)
         except NoRoomError:  # on all ranks
             return _OWN.all_reduce(tensor, op, process_group, async_op)
-
-    def coalesced_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
-        """64 KiB on CPU, 0 where ranks share memory or are one. A collective, as the others."""
-        if not traits_of(device).shared_memory:
-            return 0
-        choice = _transport_for(process_group, device)
-        return _COALESCED_UP_TO if choice in (_OWN, _ALL_TO_ALL) else 0
 
     def parts_reducer(
         self, process_group: dist.ProcessGroup, device: torch.device, op: ReduceOp

@@ -140,12 +140,6 @@ class HostsTransport(Transport):
             return None
         return _ended(levels.reductions.turns.launch(reduction.run), async_op)
 
-    def coalesced_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
-        """Return what pays between ranks of one place. A collective call, as the others."""
-        levels = levels_of(process_group, self.hosts)
-        group = process_group if levels is None else levels.gathers.between
-        return default_transport(group).coalesced_up_to(group, device)
-
     def open_shared_buffer(
         self, process_group: dist.ProcessGroup, nbytes: int
     ) -> GatherBuffer | None:

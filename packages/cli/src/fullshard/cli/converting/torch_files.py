@@ -7,6 +7,7 @@ before torch 1.6 are read as a whole.
 from __future__ import annotations
 
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,7 +67,9 @@ def _load(path: Path) -> Any:
     try:
         # only files of today's format, which are zip files, can be mapped
         mapped = zipfile.is_zipfile(path)
-        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Validating sparse tensor")  # torch 2.15: it is slow
+            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except Exception as error:
         if named := re.search(r"GLOBAL (\S+)", str(error)):
             raise ConvertError(

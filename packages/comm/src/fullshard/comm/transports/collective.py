@@ -226,10 +226,6 @@ class Collective(BufferMemory):
         """Whether the user chose neither the collective nor its transport."""
         return self._moves is not None and self._moves.is_automatic
 
-    def coalesces_with(self, other: Collective) -> bool:
-        """Return whether one launch of either may move the buffers of both."""
-        return self._moves is not None and self._moves == other._moves
-
     def gather_route(self, process_group: dist.ProcessGroup, device: torch.device) -> Route:
         """Return the functions that gather. A collective call at a process group's first time."""
         if self._moves is None or not self._moves.in_place:

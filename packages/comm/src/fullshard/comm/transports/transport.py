@@ -123,10 +123,6 @@ class Transport(MovesBuffers, ABC):
         """Return whether an output may be its input, so that nothing moves."""
         return False
 
-    def coalesced_up_to(self, process_group: dist.ProcessGroup, device: torch.device) -> int:
-        """Return the size of a rank's slice, in bytes, up to which collectives share a launch."""
-        return 0
-
     def is_set_up(self, process_group: dist.ProcessGroup, device: torch.device) -> bool:
         """Return whether small tensors travel faster this way than by the process group, now.
 
@@ -184,7 +180,7 @@ def _depth(cls: type, name: str) -> int:
     return next(depth for depth, base in enumerate(cls.__mro__) if name in base.__dict__)
 
 
-_SHARED_BY_BOTH = ("resolve", "aliases_input", "coalesced_up_to", "is_automatic")
+_SHARED_BY_BOTH = ("resolve", "aliases_input", "is_automatic")
 _REPLACED_BY = {
     "all_gather": (*_SHARED_BY_BOTH, "open_shared_buffer"),
     "reduce_scatter": (*_SHARED_BY_BOTH, "parts_reducer"),

@@ -2,9 +2,8 @@
 
 In each step ranks meet before they communicate, so what would part them is not launched: in the
 first step before each collective of fullshard's, later before the forward of each sharded module.
-This is enough, since ranks in debug mode do not coalesce small collectives. Where ranks parted
-nevertheless, the shared memory of their process group is out of use for good; verifications there
-do without it.
+Where ranks parted nevertheless, the shared memory of their process group is out of use for good;
+verifications there do without it.
 """
 
 from __future__ import annotations

@@ -25,13 +25,12 @@ from fullshard.comm import (
 from fullshard.comm.spi import require as require_methods
 from fullshard.sharding.base.checks import (
     require_bool,
-    require_cap,
     require_count,
     require_divide_factor,
 )
 from fullshard.sharding.base.compat import untraced
 from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.hooks.lookup import groups_of, the_root, the_state, the_states
+from fullshard.sharding.hooks.lookup import groups_of, the_root, the_state
 from fullshard.sharding.hooks.schedule import Schedule
 from fullshard.sharding.mesh.subgroups import new_subgroup
 
@@ -207,48 +206,6 @@ class CommSettings:
         """
         require_count("max_input_buffers", max_input_buffers)
         _reduce_with(self, recurse, inputs_in_flight=max_input_buffers)
-
-    def set_gather_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
-        """Set how many MiB of small gathers may share a launch; 0: each group has its own.
-
-        By default ``comm.collectives.coalescing`` sets the limits: half a MiB of each rank's
-        slices, 25 in all. Consecutive groups are gathered together where a cost model predicts a
-        gain: on devices without streams, up to 64 KiB of each rank's slice (see ``coalescing_pays``
-        there), from the second forward on. Up to this size may be unsharded ahead of use. A group
-        stays alone that another collective gathers (``set_custom_all_gather``), that is kept
-        unsharded from forward to backward, or whose ranks share memory.
-
-        Args:
-            cap_mb: 0 or more, in MiB of full parameters with their padding; the same on all ranks.
-            recurse: set it for all sharded modules below, too.
-
-        Raises:
-            TypeError: if it is no number.
-            ValueError: if it is negative or not finite.
-        """
-        require_cap("cap_mb", cap_mb)
-        for state in the_states(self, recurse):
-            for group in state.own_groups:
-                group.gather_cap_mb = float(cap_mb)
-            state.context.schedule.buckets.clear()
-
-    def set_reduce_bucket_cap(self, cap_mb: float, *, recurse: bool = True) -> None:
-        """Set how many MiB of small reductions may share a launch; 0: each group has its own.
-
-        The default and the groups are those of ``set_gather_bucket_cap``: a reduction waits
-        for its neighbours' where that pays. A reduction that another collective does
-        (``set_custom_reduce_scatter``), or that a hook sees, never waits.
-
-        Args:
-            cap_mb: 0 or more; the same on all ranks.
-            recurse: set it for all sharded modules below, too.
-
-        Raises:
-            TypeError: if it is no number.
-            ValueError: if it is negative or not finite.
-        """
-        require_cap("cap_mb", cap_mb)
-        _reduce_with(self, recurse, cap_mb=float(cap_mb))
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True

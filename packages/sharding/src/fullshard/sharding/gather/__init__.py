@@ -1,3 +1,3 @@
-"""From shards to full parameters: unshard strategies, their memory, coalesced gathers."""
+"""From shards to full parameters: unshard strategies, their memory."""
 
 __all__: list[str] = []

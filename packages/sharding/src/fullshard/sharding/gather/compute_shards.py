@@ -36,8 +36,6 @@ class ComputeShards(GatherInputs):
         stored: the stored shards that they are made of.
     """
 
-    may_coalesce = False
-
     def __init__(
         self, stored: GatherInputs, layout: Layout, generation: ParameterGeneration
     ) -> None:

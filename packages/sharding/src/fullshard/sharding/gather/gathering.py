@@ -29,7 +29,6 @@ from fullshard.sharding.gather.in_place import (
 )
 from fullshard.sharding.gather.strategy import (
     BufferedUnshard,
-    FinishesGather,
     GatherInputs,
     Holders,
     UnshardedMemory,
@@ -89,7 +88,6 @@ class Gathering:
         self.config = config
         self.swap = Swap(self.params)
         self.in_flight: object = None
-        self._finishes: FinishesGather | None = None  # the gather in flight
         self.gathers = 0
         self.kept_by_graphs = False
         self.keeps_storage = self.keeps_full = self.within_step = False
@@ -184,25 +182,6 @@ class Gathering:
         specs = tuple(param.sent for param in self.params)
         return rank_major(specs, self.config.process_group.size(), 0)
 
-    @property
-    def coalescing(self) -> UnshardStrategy | None:
-        """The strategy for a gather together with other groups now; None: the group is alone."""
-        strategy = self._strategy
-        alone = strategy is None or not self.coalesces_by(strategy, self.config)
-        return None if alone else strategy
-
-    def coalesces_by(self, strategy: UnshardStrategy, config: GatherConfig) -> bool:
-        """Return whether others may be gathered with this group by ``strategy`` and ``config``."""
-        return (
-            strategy is self._strategy
-            and config is self.config
-            and self._chosen_for is config.comm
-            and not (self.kept_by_graphs or self.keeps_full)
-            and strategy.coalesces
-            and strategy.inputs.may_coalesce
-            and strategy.memory.home is strategy.memory  # private memory
-        )
-
     def prepare(self) -> BufferedUnshard:
         """Return memory and inputs, made at the first call since a look at what modules hold."""
         if self._prepared is None:
@@ -232,7 +211,7 @@ class Gathering:
         """Return how to gather from now on; a collective call, where memory is shared."""
         config, memory, inputs = self.config, buffered.memory, buffered.inputs
         self._chosen_for = config.comm
-        if not buffered.coalesces or self.keeps_storage or inputs.cuts_full:
+        if type(buffered) is HookedUnshard or self.keeps_storage or inputs.cuts_full:
             return buffered
         if config.collective.offers.aliases_input(config.process_group) and inputs.as_stored:
             return AliasedUnshard(memory, inputs)
@@ -261,7 +240,7 @@ class Gathering:
             return False
         self.reshard()
         self.drop_full()
-        self._prepared = self._strategy = self._finishes = None
+        self._prepared = self._strategy = None
         return True
 
     # -- the state machine ------------------------------------------------------------------------
@@ -292,10 +271,15 @@ class Gathering:
         strategy = self._strategy
         if strategy is None or self._chosen_for is not self.config.comm:
             strategy = self._strategy = self._choose(self._prepared or self.prepare())
-        if LISTENERS or self.extensions:
-            self.announce(strategy)
+        if LISTENERS:
+            emit(EventKind.UNSHARD, self.name, rank=self.rank)
+        for each in self.extensions:
+            each.before_gather(from_copies=strategy.inputs.has_copies)
         launch = strategy.launch_of(self.config)
-        self.set_in_flight(launch(self.config, async_op=async_op), strategy)
+        self.in_flight = launch(self.config, async_op=async_op)
+        self._gathered_of = self._generation.number
+        self.gathers += 1
+        self._become(_UNSHARDING)
         return True
 
     def _use_full(self) -> None:
@@ -310,26 +294,12 @@ class Gathering:
         for each in self.extensions:
             each.on_reuse()
 
-    def announce(self, strategy: UnshardStrategy) -> None:
-        """Announce a gather by ``strategy`` to observers and extensions."""
-        if LISTENERS:
-            emit(EventKind.UNSHARD, self.name, rank=self.rank)
-        for each in self.extensions:
-            each.before_gather(from_copies=strategy.inputs.has_copies)
-
-    def set_in_flight(self, in_flight: object, finishes: FinishesGather) -> None:
-        """Take part in a gather that was launched, and that ``finishes`` ends."""
-        self.in_flight, self._finishes = in_flight, finishes
-        self._gathered_of = self._generation.number
-        self.gathers += 1
-        self._become(_UNSHARDING)
-
     def finish_gather(self, holders: Holders) -> None:
         """Finish the gather: the modules hold full parameters after it."""
         self._user_wrote |= holders.user_may_write
         in_flight, self.in_flight = self.in_flight, None
-        if in_flight is not None and self._finishes is not None:
-            self._finishes.finish(in_flight, holders)
+        if in_flight is not None and self._strategy is not None:
+            self._strategy.finish(in_flight, holders)
             self.swap.to_unsharded()
             self._become(_UNSHARDED)
             if LISTENERS:
@@ -372,8 +342,8 @@ class Gathering:
                 strategy.inputs.keep_copies(strategy.write_views, self.config)
         self._become(_SHARDED)
         in_flight, self.in_flight = self.in_flight, None
-        if in_flight is not None and self._finishes is not None:  # no one needs the gather
-            self._finishes.discard(in_flight)
+        if in_flight is not None:  # no one needs the gather
+            strategy.discard(in_flight)
         if keeps_full and state is _UNSHARDED:
             self._full_of = self._generation.number
         else:

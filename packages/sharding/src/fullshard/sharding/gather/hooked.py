@@ -83,8 +83,6 @@ class HookedInputs(GatherInputs):
 class HookedUnshard(BufferedUnshard):
     """The gather of a group in which hooks make some parameters, and memory holds the others."""
 
-    coalesces = False  # hooks decide what travels
-
     def __init__(self, memory: UnshardedMemory, inputs: HookedInputs) -> None:
         """Take the memory of the parameters without hooks."""
         super().__init__(memory, inputs)

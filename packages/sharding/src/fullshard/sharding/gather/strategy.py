@@ -4,7 +4,7 @@ Owns what unshard strategies share: the memory of a group's unsharded parameters
 a gather. There is one class for each way: shards are packed into buffers (here), gathered in shared
 memory or used directly in a world of one (both in ``in_place``), or processed by hooks of the
 parameters (``hooked``). A group's is chosen at its first gather, from facts that all ranks share.
-``compute_shards`` and ``buckets`` send other shards, and finish through buffers. A strategy keeps
+``compute_shards`` sends other shards, and finishes through buffers. A strategy keeps
 nothing of a gather in flight. The policy of offload knows where shards live, and moves them.
 
 [Note: own store] An autograd graph may hold aliases of an unsharded parameter (a linear saves
@@ -28,7 +28,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -44,7 +44,6 @@ from fullshard.sharding.params.param_sharding import ParamSharding
 
 __all__ = [
     "BufferedUnshard",
-    "FinishesGather",
     "GatherInputs",
     "Holders",
     "ParamStorage",
@@ -229,11 +228,9 @@ class GatherInputs:
         params: the parameters.
         layout: of a gather of all.
         as_stored: whether gathers send the shards themselves, not copies.
-        may_coalesce: whether one gather may send these and the shards of other groups.
         cuts_full: whether the full parameters are read when a forward has ended.
     """
 
-    may_coalesce = True
     cuts_full = False
 
     def __init__(
@@ -295,22 +292,7 @@ class GatherInputs:
 # -- the contract ---------------------------------------------------------------------------------
 
 
-class FinishesGather(Protocol):
-    """The end of a gather in flight: of a group by itself, or of a bucket."""
-
-    def finish(self, in_flight: Any, holders: Holders) -> None:
-        """Wait for the gather, and make the unsharded parameters from its result.
-
-        Args:
-            in_flight: the gather, which is used up.
-            holders: who holds the full parameters.
-        """
-
-    def discard(self, in_flight: Any) -> None:
-        """Wait for a gather whose result is not needed."""
-
-
-class UnshardStrategy(FinishesGather, ABC):
+class UnshardStrategy(ABC):
     """How a group is gathered, and where to.
 
     A group has one gather at a time: a launch, then ``finish`` or ``discard``. Freeing the memory
@@ -319,15 +301,25 @@ class UnshardStrategy(FinishesGather, ABC):
     Attributes:
         memory: of the parameters.
         inputs: what is sent.
-        coalesces: whether its gathers may share a launch with other groups'.
     """
-
-    coalesces = False
 
     def __init__(self, memory: UnshardedMemory, inputs: GatherInputs) -> None:
         """Store the memory of the parameters and the inputs of a gather."""
         self.memory = memory
         self.inputs = inputs
+
+    @abstractmethod
+    def finish(self, in_flight: Any, holders: Holders) -> None:
+        """Wait for the gather, and make the unsharded parameters from its result.
+
+        Args:
+            in_flight: the gather, which is used up.
+            holders: who holds the full parameters.
+        """
+
+    @abstractmethod
+    def discard(self, in_flight: Any) -> None:
+        """Wait for a gather whose result is not needed."""
 
     @property
     def write_views(self) -> Sequence[torch.Tensor]:
@@ -345,8 +337,6 @@ class UnshardStrategy(FinishesGather, ABC):
 
 class BufferedUnshard(UnshardStrategy):
     """The ordinary way: shards are packed, gathered, and copied out into private memory."""
-
-    coalesces = True
 
     def __init__(self, memory: UnshardedMemory, inputs: GatherInputs) -> None:
         """Store the memory of the parameters and the inputs of a gather."""

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 
 from fullshard.comm import EventKind, GatherConfig
-from fullshard.comm.spi import LISTENERS, coalesced_cap_mb, emit
+from fullshard.comm.spi import LISTENERS, emit
 from fullshard.sharding.base.compat import not_pickled, untraced
 from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneration, Root
 from fullshard.sharding.base.policies import Policies
@@ -47,10 +47,8 @@ class FSDPParamGroup:
         shared: what it communicates through, with all groups of its root.
         gathering: where its parameters are.
         gradients: its gradients and how they are reduced.
-        gather_cap_mb: MiB of small gathers that may share a launch; 0: it is gathered by itself.
         expired: numbers of forwards whose graphs were freed, until what they held is released.
-        roots: the roots that have the group; see ``joined``.
-        joined: whether more than one had it: a parameter is tied between their models.
+        roots: the roots that have the group: several where their models tie a parameter.
         extensions: features outside the core; see ``GroupExtension``.
     """
 
@@ -77,7 +75,6 @@ class FSDPParamGroup:
             param.group, param.generation = self, self.generation
             param.on_gradient = self.gradient_arrived
         self.roots: Sequence[weakref.ref[Root]] = ()
-        self.joined = False
         process_group = mesh_info.shard_process_group
         config = GatherConfig(
             comm=policies.wire.all_gather(process_group),
@@ -88,7 +85,6 @@ class FSDPParamGroup:
         )
         self.gathering = Gathering(params, policies, config, self.generation)
         self.gradients = GroupGradients(self.params, self.device, shared, policies.wire)
-        self.gather_cap_mb = coalesced_cap_mb(mesh_info.shard_world_size)
         self._live: set[weakref.ref[ForwardPass]] = set()  # a WeakSet's methods are in Python
         self._checked_in_this_forward = False
         self._begun: set[ForwardPass] = set()  # those that the present backward reached

@@ -176,8 +176,7 @@ def _signature(
         lines.append(_size_of(group, say))
         settings = group.gradients.settings
         lines.append(
-            f"parameter group {say(group.name)!r} with gathers that share launches up to "
-            f"{group.gather_cap_mb:g} MiB, reductions up to {settings.cap_mb:g} MiB, "
+            f"parameter group {say(group.name)!r} with "
             f"sums only: {settings.force_sum}, hosts: {getattr(group.policies.wire, 'hosts', None)}"
             f", moved by default by: {type(default_transport(process_group)).__name__}"
             f", storage kept: {group.gathering.keeps_storage}, full parameters kept: "

@@ -22,7 +22,6 @@ import torch
 
 from fullshard.comm import CommStreams, EventKind
 from fullshard.comm.spi import (
-    CHECKS,
     IDLE,
     NOTHING,
     TIMELINES,
@@ -102,9 +101,7 @@ class RootContext:
             RuntimeError: in the middle of a forward or backward.
         """
         self.require_quiet("set_schedule")
-        before = self.schedule.buckets  # also where it is the same schedule, which gets others
         schedule.take_over(self.states, self.record, self.shared.queue)
-        before.clear()
         self.schedule = schedule
 
     def require_quiet(self, call: str) -> None:
@@ -165,8 +162,6 @@ class RootContext:
             record.drop_post_forward()  # forwards without gradients
         record.last_forward, record.forward = record.forward, Order()
         torch.clear_autocast_cache()  # see [Note: autocast]
-        if CHECKS:
-            self.schedule.buckets.clear()
         event, self.post_optim_event = self.post_optim_event, None
         self.shared.streams.synchronize_with_current(event)
 
@@ -277,7 +272,6 @@ class RootContext:
                 self.schedule.finish_backward(group, is_last=False)
                 error = group.gradients.end_of_backward() or error
         keep_copies_within_step(self.groups, is_last=False)
-        self.schedule.buckets.launch_waiting()
         if not error:
             self.shared.queue.seal()
         return error
@@ -292,7 +286,6 @@ class RootContext:
                     group.drop_leases(LeaseKind.USER)
         self._release_expired()
         keep_copies_within_step(self.groups, is_last=is_last)
-        self.schedule.buckets.launch_waiting()
         end_pass(self.groups)  # before groups end: a backward that raises leaves no gradients
         errors = [group.gradients.end_of_backward() for group in reversed(self.record.used_groups)]
         error = next(filter(None, errors), "")
@@ -366,7 +359,6 @@ class RootContext:
         for group in self.groups:  # ``Schedule.begin`` may gather from compute shards
             group.gathering.drop_full()
             group.gathering.within_step = False
-        self.schedule.buckets.abandon_waiting()
         self.schedule.discard(self.shared.queue)
         if lost:
             warnings.warn(

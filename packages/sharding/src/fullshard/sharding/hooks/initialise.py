@@ -77,15 +77,13 @@ def _join(context: RootContext) -> None:
     for group in context.groups:
         found = [each for each in group.roots if not _is_taken_over(each(), context)]
         group.roots = (*found, weakref.ref(context))
-        group.joined |= bool(found)  # also by a model that is gone: ranks free it when they like
         others |= dict.fromkeys(cast(RootContext, r) for each in found if (r := each()) is not None)
     if others:
         first, *rest = others
-        first.schedule.buckets.clear()  # of reductions, in which a shared group has no part
         for each in (*rest, context):
             each.shared.queue.commit_sealed()
             each.shared = first.shared
-            each.use_schedule(each.schedule)  # of which the buckets have a queue
+            each.use_schedule(each.schedule)  # which gets the queue
             each.share_streams(first.shared.streams)
 
 

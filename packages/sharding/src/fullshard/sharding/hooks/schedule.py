@@ -1,10 +1,10 @@
 """The communication schedule and the record of a step that it goes by.
 
 Owns what ran in a step and in which order, and when a group gathers, stays unsharded and reduces:
-by default as its module runs, or with the groups of its bucket. This default requires that every
-rank runs every group, as in torch's ``fully_shard``, which also records the post-forward order and
-prefetches by it; the other orders are ours, because forwards without gradients and recomputations
-must find their place in them. ``set_schedule`` takes another schedule, a subclass of ``Schedule``.
+by default as its module runs. This default requires that every rank runs every group, as in torch's
+``fully_shard``, which also records the post-forward order and prefetches by it; the other orders
+are ours, because forwards without gradients and recomputations must find their place in them.
+``set_schedule`` takes another schedule, a subclass of ``Schedule``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import nn
 
 from fullshard.sharding.base.forward_pass import ForwardPass
 from fullshard.sharding.base.states import LeaseKind, ShardedState
-from fullshard.sharding.groups.buckets import Buckets
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.reduce.reduction import ReductionQueue
 
@@ -163,7 +162,6 @@ class Schedule:
     Attributes:
         allows_kept_groups: whether a group may stay unsharded after a backward.
         before_reduction: called before a group reduces as its backward ends, if it is set.
-        buckets: the groups that share launches.
     """
 
     allows_kept_groups = True
@@ -171,8 +169,6 @@ class Schedule:
     def __init__(self) -> None:
         """Initialise without a root."""
         self.before_reduction: Callable[[], None] | None = None
-        self.buckets = Buckets(ReductionQueue())
-        self._gathered: list[FSDPParamGroup] = []  # since the root's last forward began, in order
         self._record: StepRecord | None = None
 
     def take_over(
@@ -191,12 +187,9 @@ class Schedule:
         if self._record is not None and self._record is not record:
             raise ValueError(f"another root has this {type(self).__name__}; make one for each root")
         self._record = record
-        self.buckets = Buckets(queue)
 
     def begin(self, *, backward: bool) -> None:
         """Begin a root forward, or a backward; end one that raised: ranks are at one place then."""
-        if not backward:
-            self._gathered = []
 
     def discard(self, queue: ReductionQueue) -> None:
         """Discard the reductions of a backward that raised."""
@@ -207,25 +200,14 @@ class Schedule:
 
     def end(self, *, backward: bool) -> None:
         """End a root forward, or a backward; not called for one that raised."""
-        if not backward:
-            self.buckets.learn(self._gathered)
 
     def unshard(self, group: FSDPParamGroup) -> None:
-        """Gather ``group``, which must have a lease, with its bucket if it has one."""
-        gathering = group.gathering
-        bucket = self.buckets.of.get(group) if gathering.state is _SHARDED else None
-        if bucket is not None and bucket.launch(group, ahead=False):
-            self._gathered += bucket.groups
-        elif gathering.launch_gather():
-            self._gathered.append(group)
+        """Gather ``group``, which must have a lease."""
+        group.gathering.launch_gather()
 
     def prefetch(self, group: FSDPParamGroup) -> None:
-        """Gather ``group`` ahead, if that may be done now, with its bucket if it has one."""
-        bucket = self.buckets.of.get(group) if group.gathering.state is _SHARDED else None
-        if bucket is not None and bucket.launch(group, ahead=True):
-            self._gathered += bucket.groups
-        elif group.prefetch():
-            self._gathered.append(group)
+        """Gather ``group`` ahead, if that may be done now."""
+        group.prefetch()
 
     def keep_after_forward(
         self, group: FSDPParamGroup, kept_for: ForwardPass | None, *, keep: bool, unfinished: bool

@@ -1,3 +1,3 @@
-"""From full gradients to sharded ones: reductions, replicas, coalesced reductions."""
+"""From full gradients to sharded ones: reductions, replicas."""
 
 __all__: list[str] = []

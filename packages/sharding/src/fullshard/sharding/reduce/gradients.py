@@ -12,8 +12,7 @@ once per backward; only reentrant checkpointing, which hides forwards from us un
 them, can make a group that it reruns twice reduce twice. Gradients of backwards without
 communication are accumulated until a backward communicates.
 
-[Note: ways] A small reduction is coalesced with reductions of the groups that are gathered before
-and after it; see ``buckets``. Other reductions are launched alone. ``ReductionQueue`` launches what
+[Note: ways] ``ReductionQueue`` launches what
 is ready here.
 """
 
@@ -32,7 +31,6 @@ from fullshard.sharding.base.compat import gradients_of, without_torch_function
 from fullshard.sharding.mesh.placements import EarlyReduction
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import WireForms
-from fullshard.sharding.reduce.coalesced import CoalescedReduction
 from fullshard.sharding.reduce.launched import ReadyReductions
 from fullshard.sharding.reduce.reduction import RootComm
 from fullshard.sharding.reduce.setups import ReductionSetups
@@ -58,7 +56,6 @@ class GroupGradients(ReductionSetups):
         reduced: whether the present backward reduced the group.
         grads_after_reduce: whether it reached a forward of the group after that, whose gradients
             are still to be reduced.
-        bucket: the queue for reductions of groups that are gathered together; see ``Buckets``.
         early_reduction: what a backward reduces that is not the last of a step.
     """
 
@@ -72,7 +69,6 @@ class GroupGradients(ReductionSetups):
         self.reductions = 0
         self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
         self.in_unsynced_backward = False
-        self.bucket: CoalescedReduction | None = None
         self.early_reduction = EarlyReduction.ALL
         # which parameters were trained in backwards that left gradients here; equal on all ranks
         self._trained_before: set[tuple[bool, ...]] = set()
@@ -120,7 +116,7 @@ class GroupGradients(ReductionSetups):
     def pop_ready(self, *, reduce: bool) -> ReadyReductions:
         """Return the reductions to launch now: none if it is not time, or synchronisation is off.
 
-        There is one per reduce dtype, unless they wait for their neighbours. Gradients that stay
+        There is one per reduce dtype. Gradients that stay
         behind are kept in the reduce dtype. The reductions contain all parameters that require a
         gradient now, or did in a backward whose gradients wait, with or without a gradient on this
         rank: their sizes must not depend on what one rank happened to use.
@@ -140,7 +136,7 @@ class GroupGradients(ReductionSetups):
         if self.strategy.has_second_reduction and self.strategy.owes:
             ready = [*ready, *self._other_partials([setup.params for setup, _ in ready])]
         self.reductions += len(ready)
-        return ready if self.bucket is None else self.bucket.put(ready, self.settings.cap_mb)
+        return ready
 
     def _reductions_of(
         self, trainable: tuple[bool, ...], gradients: list[torch.Tensor | None]
@@ -243,8 +239,6 @@ class GroupGradients(ReductionSetups):
                 stacklevel=3,
             )
         self._setups.clear()
-        if self.bucket is not None:
-            self.bucket.forget()
 
     # -- gradients that no reduction has taken ----------------------------------------------------
 

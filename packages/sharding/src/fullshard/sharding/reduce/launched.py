@@ -56,7 +56,6 @@ class ReduceSettings:
         force_sum: whether the backend is asked for sums only.
         inputs_in_flight: how many reductions travel at once, and so how many packed inputs.
         zero_unused: whether a parameter that no rank used gets zeros instead of no gradient.
-        cap_mb: MiB of small reductions that may share a launch; 0: each has its own.
         hook: called with each reduced buffer.
         hook_stream: to call it on; None: the all-reduce stream.
     """
@@ -67,17 +66,15 @@ class ReduceSettings:
     force_sum: bool = False
     inputs_in_flight: int = 1  # as in torch: two took as long a step, and more memory
     zero_unused: bool = False
-    cap_mb: float
     hook: Callable[[torch.Tensor], None] | None = None
     hook_stream: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReductionSetup:
-    """How a group, or several at once, reduce; made once, and kept while the settings stay.
+    """How a group reduces; made once, and kept while the settings stay.
 
     Attributes:
-        names: of the groups, for events.
         rank: this rank, for events.
         indices: which of its group's parameters it carries.
         params: the parameters, in the order of the layout.
@@ -87,10 +84,8 @@ class ReductionSetup:
         scaling: how it is scaled, what follows the reduce-scatter counted in.
         strategy: how it is launched, and what follows; see [Note: reduce strategies].
         settings: what the user set.
-        coalesces: whether it may share a launch with its neighbours'.
     """
 
-    names: tuple[str, ...]
     rank: int
     indices: tuple[int, ...]
     params: tuple[FSDPParam, ...]
@@ -100,7 +95,6 @@ class ReductionSetup:
     scaling: ReduceScaling
     strategy: PlainReduce
     settings: ReduceSettings
-    coalesces: bool
 
     @cached_property
     def launch(self) -> Launch:
@@ -108,11 +102,6 @@ class ReductionSetup:
         forms = [param.grad_sent for param in self.params]
         plan = self.wire.reduction(self.layout, forms, self.config)
         return self.strategy.launch_of(plan, self.params, self.scaling)
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes that travel, with padding: the slices of all ranks."""
-        return self.layout.buffer.slice_nbytes * self.layout.world_size
 
     @cached_property
     def offloads(self) -> dict[int, Offload]:

@@ -18,7 +18,7 @@ from fullshard.comm import (
     default_reduce_scatter,
     reduction_scaling,
 )
-from fullshard.comm.spi import backend_averages, coalesced_cap_mb, rank_major
+from fullshard.comm.spi import backend_averages, rank_major
 from fullshard.sharding.mesh.mesh_info import HSDPMeshInfo, TwoLevelMeshInfo
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import WireForms
@@ -54,10 +54,7 @@ class ReductionSetups:
         self.device = device
         self._shared = shared
         self._default_comm = default_reduce_scatter(mesh_info.shard_process_group)
-        self.settings = ReduceSettings(
-            process_group=mesh_info.shard_process_group,
-            cap_mb=coalesced_cap_mb(mesh_info.shard_world_size),
-        )
+        self.settings = ReduceSettings(process_group=mesh_info.shard_process_group)
         self.strategy = PlainReduce()
         if isinstance(mesh_info, TwoLevelMeshInfo):
             self.strategy = TwoLevelReduce(mesh_info.second.shard_process_group)
@@ -117,10 +114,7 @@ class ReductionSetups:
         ends_here = settings.hook is None and not self.strategy.has_second_reduction
         alone = config.collective.offers.aliases_input(config.process_group)
         aliases = ends_here and alone and scaling.is_identity
-        varies = isinstance(settings.divide_factor, torch.Tensor)
-        alike = settings.comm is None and not settings.zero_unused and not varies
         return ReductionSetup(
-            names=(self.name,),
             rank=mesh_info.shard_rank,
             indices=indices,
             params=params,
@@ -132,5 +126,4 @@ class ReductionSetups:
             scaling=scaling,
             strategy=AliasReduce() if aliases else self.strategy,
             settings=settings,
-            coalesces=ends_here and alike and settings.cap_mb > 0,
         )

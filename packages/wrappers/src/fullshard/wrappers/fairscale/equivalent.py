@@ -50,10 +50,7 @@ def _call(wrapper: FullyShardedDataParallel, path: str, name: str, imports: dict
             said.append(f"{key}={construction(value)}")
         else:
             said.append(f"{key}={value!r}")
-    call, cap = f"fully_shard({', '.join(said)})", wrapper.settings.bucket_cap_mb
-    if cap == type(wrapper.settings).bucket_cap_mb:
-        return call
-    return f"{call}.set_reduce_bucket_cap({max(0.0, cap)!r}, recurse=False)"
+    return f"fully_shard({', '.join(said)})"
 
 
 def _notes(wrapper: FullyShardedDataParallel) -> list[str]:

@@ -114,7 +114,6 @@ class FullyShardedDataParallel(Wrapper):
         self._ranks: Ranks = settings.ranks()
         self.call = settings.call(self._ranks)
         self._fsdp_wrapped_module = fully_shard(module, **self.call)
-        self._sharded.set_reduce_bucket_cap(max(0.0, settings.bucket_cap_mb), recurse=False)
         attach_state_dict_hooks(self)
 
     # -- the wrapped module -----------------------------------------------------------------------

@@ -61,7 +61,7 @@ class FairScaleSettings:
         compute_dtype: None: float16 with ``mixed_precision``, and float32 otherwise. Without
             ``mixed_precision`` the parameters must have it already.
         move_grads_to_cpu: shards and gradients live on the CPU; None: as ``move_params_to_cpu``.
-        bucket_cap_mb: MiB of gradients of small groups that may be reduced together.
+        bucket_cap_mb: accepted, without effect: what a wrapper holds is reduced in one launch.
         move_params_to_cpu: shards and gradients live on the CPU.
         disable_reshard_on_root: keep the root's parameters until its backward.
         buffer_dtype: dtype of floating-point buffers; None: ``compute_dtype``.
