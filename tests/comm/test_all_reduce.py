@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard.comm import CollectiveMismatchError, EventKind, EventLog, observe
-from fullshard.comm.collectives.all_reduce import all_reduce_numbers
 from fullshard.insight import debug_mode
+from fullshard.optim.norm.all_reduce import all_reduce_numbers
 from fullshard.samehost.automatic import AutomaticTransport
 from fullshard.samehost.group import shared_group
 from support.apart import private_memory

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fullshard.comm import DefaultAllGather, PeerLostError, TensorSpec, all_gather_tensors
 from fullshard.comm.runtime import process_watch
-from fullshard.comm.spi import all_reduce_numbers
+from fullshard.optim.norm.all_reduce import all_reduce_numbers
 from fullshard.samehost import set_shared_memory
 from support.ranks import RanksFailed, distributed, run_on_ranks, world
 

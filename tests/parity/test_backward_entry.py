@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import DefaultAllGather, ProcessGroupTransport
-from fullshard.insight import debug_mode
+from fullshard.insight import debug_mode, set_gather_on_read
 from fullshard.sharding import FSDPModule, fully_shard
 from support.modules import Assembled
 from support.parity.compare import assert_equal, full, gradients_of, rounding
@@ -106,7 +106,7 @@ class Way:
         for block in model:
             fully_shard(block, reshard_after_forward=self.reshards)
         fully_shard(model, reshard_after_forward=self.reshards)
-        model.set_gather_on_read(self.reads)
+        set_gather_on_read(model, self.reads)
         for module in model.modules() if self.private else ():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(DefaultAllGather(transport=ProcessGroupTransport()))

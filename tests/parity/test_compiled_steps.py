@@ -21,6 +21,7 @@ from torch._dynamo import convert_frame
 from torch.utils.checkpoint import checkpoint
 
 import fullshard.comm
+from fullshard.insight import set_gather_on_read
 from fullshard.optim import clip_grad_norm_
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard, unsharded
@@ -112,7 +113,8 @@ def _checkpointed(model: Any, optimizer: Any, x: torch.Tensor) -> None:
 
 
 def _gathered_on_read(model: Any, optimizer: Any, x: torch.Tensor) -> None:
-    tell(model, "set_gather_on_read", True)
+    if hasattr(model, "unshard"):
+        set_gather_on_read(model, True)
     _loss(model, x).backward()
 
 

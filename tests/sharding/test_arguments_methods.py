@@ -98,7 +98,6 @@ WRONG = [
     *not_a_bool("set_keep_unsharded_storage", "keep"),
     Wrong("set_placements", ("inner",), TypeError, ("placements", "str", "ShardingPlacements")),
     does_not_recurse("set_placements", ShardingPlacements()),
-    *not_a_bool("set_gather_on_read", "gather_on_read"),
     Wrong("set_schedule", (True,), TypeError, ("schedule", "bool", "Schedule", "None")),
     *(
         Wrong(FACTOR, (value,), error, ("factor", *words))

@@ -162,7 +162,9 @@ def test_full_parameters_that_stay_are_idle_until_they_are_used_again() -> None:
 class _Around(GroupExtension):
     """Runs each forward in a context that writes down when it begins and ends."""
 
-    def around_forward(self, name: str, groups: Sequence[ExtendedGroup]) -> Any:
+    def around_forward(
+        self, name: str, groups: Sequence[ExtendedGroup], begin_backward: object
+    ) -> Any:
         self.lines: list[str] = []
         return self._context(f"{name} with {[group.name for group in groups]}")
 

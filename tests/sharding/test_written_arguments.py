@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
+from fullshard.insight import set_gather_on_read
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import fully_shard, replicate
 from fullshard.sharding.hooks import compat, context
@@ -196,7 +197,7 @@ def _wrapped(net: Net, **arguments: Any) -> Any:
 def _gathering_on_read(net: Net) -> nn.Module:
     _by_parts(fully_shard)(net)
     for each in (*net.layers, net):
-        each.set_gather_on_read(True)
+        set_gather_on_read(each, True)
     return net
 
 
@@ -401,7 +402,7 @@ def test_what_a_module_returns_keeps_its_attributes(
     if within == "torch.func.grad":
         torch.func.grad(run)(x)
         return
-    with torch.profiler.profile() if within == "profiler" else nullcontext():
+    with torch.profiler.profile(acc_events=True) if within == "profiler" else nullcontext():
         run(x).backward()
     assert x.count == (5 if returns_input else 4)
 

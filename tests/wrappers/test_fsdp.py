@@ -33,7 +33,6 @@ FIELDS_NOT_YET: set[str] = set()
 # What fullshard adds, beyond torch's.
 OURS = {
     "parameters_changed",
-    "set_gather_on_read",
     "set_placements",
     "set_schedule",
 }

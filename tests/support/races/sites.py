@@ -57,7 +57,6 @@ LEFT_OUT: dict[Site, str] = {
     ("SharedGatherInFlight.discard", "self.wait()"): _SAME_HOST,
     ("SharedBufferUnshard.discard", "in_flight.wait()"): _SAME_HOST,
     ("SharedBufferUnshard.finish", "in_flight.wait()"): _SAME_HOST,
-    ("Bucket.finish", "in_flight.wait()"): "repeats an error; the first group's finish waited",
     ("OffloadToCPU.arrived", "torch.get_device_module(device).synchronize()"): (
         "of a device with one queue, where only the host has to wait"
     ),
@@ -79,7 +78,6 @@ KEPT: dict[Site, str] = {
     ("AllGatherInFlight", "sources"): "changed in OwnShards.gather",
     ("AllReduceInFlight", "_partial"): "changed in TwoReductions._launch, which retires it",
     ("AllReduceInFlight", "_reduction"): _FLIGHT,
-    ("Bucket", "_full"): _VIEWS,
     ("BufferedUnshard", "_full"): _VIEWS,
     ("CommStreams", "_retired"): "changed in both uses of `BufferSource.release`",
     ("GroupGradients", "_sums"): "used by the current stream alone",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fullshard.comm.buffers.buffers import BlockPool, Buffer, BufferSource
 from fullshard.comm.buffers.idle import IDLE
 from fullshard.comm.buffers.packing import pack_gradients
-from fullshard.comm.collectives.all_reduce import all_reduce_numbers
 from fullshard.comm.collectives.gather import FullTensors, OwnShards
 from fullshard.comm.collectives.in_place import (
     SharedGatherInFlight,
@@ -94,7 +93,6 @@ __all__ = [
     "SharedTensors",
     "Span",
     "StreamEvent",
-    "all_reduce_numbers",
     "all_to_all",
     "awaited",
     "backend_averages",

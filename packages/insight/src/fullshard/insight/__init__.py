@@ -14,6 +14,7 @@ from fullshard.insight.model_statistics import (
     statistics,
 )
 from fullshard.insight.own_times import OwnTimes, Phase
+from fullshard.insight.reads import set_gather_on_read
 from fullshard.insight.slow_ranks import (
     LastRank,
     SlowRank,
@@ -42,5 +43,6 @@ __all__ = [
     "debug_mode",
     "reset_statistics",
     "set_debug_mode",
+    "set_gather_on_read",
     "statistics",
 ]

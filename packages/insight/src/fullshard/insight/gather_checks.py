@@ -7,7 +7,7 @@ tell that backward reads a parameter whose group is sharded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import cast
@@ -15,6 +15,7 @@ from typing import cast
 import torch
 
 from fullshard.insight.debugging import is_debugging
+from fullshard.insight.saved_reads import watch_reads
 from fullshard.sharding import (
     ExtendedGroup,
     ExtendedParameter,
@@ -28,7 +29,6 @@ from fullshard.sharding.spi import (
     current_graph_task,
     set_data,
     version_of,
-    watch_reads,
 )
 
 __all__ = ["GatherChecks", "ParametersChangedError"]
@@ -89,10 +89,13 @@ class GatherChecks(GroupExtension):
         self._require_unwritten()
 
     def around_forward(
-        self, name: str, groups: Sequence[ExtendedGroup]
+        self,
+        name: str,
+        groups: Sequence[ExtendedGroup],
+        begin_backward: Callable[[], object] | None,
     ) -> AbstractContextManager[object] | None:
         """Watch the reads of the parameters that autograd saves, of all groups at once."""
-        if is_debugging() and torch.is_grad_enabled() and groups[0] is self.group:
+        if is_debugging() and begin_backward is not None and groups[0] is self.group:
             engines = cast(Sequence[FSDPParamGroup], groups)
             return watch_reads(engines, partial(_require_full, name))
         return None
@@ -142,8 +145,8 @@ def _require_full(module: str, param: FSDPParam) -> None:
         raise RuntimeError(
             f"backward reads {param.name}, which is sharded: backward entered module {module!r} "
             "through a tensor that its forward did not return. Return that tensor from forward, "
-            "or call set_gather_on_read(True) on the sharded module, or keep the parameters with "
-            "set_reshard_after_forward(False)"
+            "or call fullshard.insight.set_gather_on_read(module, True), or keep the parameters "
+            "with set_reshard_after_forward(False)"
         )
 
 

@@ -100,13 +100,18 @@ class GroupExtension:
         """Take notice that modules hold the full parameters of a gather."""
 
     def around_forward(
-        self, name: str, groups: Sequence[ExtendedGroup]
+        self,
+        name: str,
+        groups: Sequence[ExtendedGroup],
+        begin_backward: Callable[[], object] | None,
     ) -> AbstractContextManager[object] | None:
         """Return a context in which a forward is to run, or None; the group is unsharded.
 
         Args:
             name: the full name of the module, or "(root)".
             groups: the groups whose full parameters the module uses.
+            begin_backward: to call if a backward comes to the module otherwise than through what
+                it returns: gathers the groups, once. None where no backward can come.
         """
 
     def on_idle(self) -> None:

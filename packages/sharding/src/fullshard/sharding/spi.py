@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fullshard.sharding.access.full_params import Mode
-from fullshard.sharding.access.held_step import HeldStep
 from fullshard.sharding.access.state_dict import require_between_steps
 from fullshard.sharding.access.unsharded import in_block, on_any_rank, opened
 from fullshard.sharding.base.checks import require_bool, require_cap, require_count
@@ -34,7 +33,6 @@ from fullshard.sharding.groups.param_group import group_of
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.lookup import groups_of, initialised_state, state_of, the_states
 from fullshard.sharding.hooks.module_state import ModuleState
-from fullshard.sharding.hooks.saved_reads import watch_reads
 from fullshard.sharding.hooks.schedule import ShardedModule, StepRecord
 from fullshard.sharding.mesh.mesh_info import device_of_mesh, device_type_of
 from fullshard.sharding.mesh.placements import EarlyReduction
@@ -50,7 +48,6 @@ __all__ = [
     "Comparison",
     "EarlyReduction",
     "ForwardPass",
-    "HeldStep",
     "Mode",
     "ModuleState",
     "PlainReduce",
@@ -101,5 +98,4 @@ __all__ = [
     "the_states",
     "untraced",
     "version_of",
-    "watch_reads",
 ]

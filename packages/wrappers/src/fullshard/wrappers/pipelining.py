@@ -1,7 +1,7 @@
 """Stages for the schedules of ``torch.distributed.pipelining``, with sharded modules in them.
 
 ``PipelineStage`` takes the place of torch's. torch's own looks for torch's ``FSDPModule``, and
-takes a module of ours for an ordinary one. ``HeldStep`` of sharding does the work; schedules and
+takes a module of ours for an ordinary one. ``HeldStep`` does the work; schedules and
 the exchange of activations stay torch's.
 """
 
@@ -11,8 +11,9 @@ from typing import Any
 
 from torch.distributed import pipelining
 
-from fullshard.sharding.spi import HeldStep, sharded_of
+from fullshard.sharding.spi import sharded_of
 from fullshard.wrappers.compat import defers_gradients
+from fullshard.wrappers.held_step import HeldStep
 
 __all__ = ["PipelineStage"]
 

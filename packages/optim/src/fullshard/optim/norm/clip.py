@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.comm.spi import (
-    all_reduce_numbers,
     foreach_norm,
     foreach_scale,
     host_values,
     traits_of,
 )
+from fullshard.optim.norm.all_reduce import all_reduce_numbers
 from fullshard.optim.norm.norm_group import NormGroup, Parameters, norm_group_of
 from fullshard.optim.steps.gradient_stores import GradientStore
 from fullshard.policies.spi import raise_lost_gradients

@@ -207,27 +207,6 @@ class StepSettings:
         for group in groups:
             group.gathering.keep_storage(keep)
 
-    def set_gather_on_read(self, gather_on_read: bool, *, recurse: bool = True) -> None:
-        """Let backward enter a module through any tensor, not only through what forward returned.
-
-        For losses on tensors that a module keeps or that a forward hook stores: perceptual losses,
-        distillation, probes. Backward then gathers a group when autograd first reads one of its
-        parameters. Without it such a backward raises torch's "modified by an inplace operation ...
-        is at version 1000000000", and in debug mode an error that names the parameter. Each tensor
-        that autograd saves costs two calls of Python. Regions with other hooks on saved tensors
-        (checkpointing, ``save_on_cpu``) keep those.
-
-        Args:
-            gather_on_read: whether a read of a saved parameter gathers its group.
-            recurse: set it for all sharded modules below, too.
-
-        Raises:
-            TypeError: if an argument is not a bool.
-        """
-        require_bool("gather_on_read", gather_on_read)
-        for state in the_states(self, recurse):
-            state.gathers_on_read = gather_on_read
-
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the next forward's gathers wait for ``event`` instead of all work issued so far.
 

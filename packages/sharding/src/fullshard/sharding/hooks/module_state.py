@@ -31,7 +31,6 @@ from fullshard.sharding.base.stand_ins import Args, Inputs, Kwargs
 from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.context import RootContext
-from fullshard.sharding.hooks.saved_reads import watch_reads
 from fullshard.sharding.hooks.schedule import ShardedModule
 from fullshard.sharding.hooks.transforms import (
     outside_transforms,
@@ -99,7 +98,6 @@ class ModuleState:
         self.backward_prefetch: Sequence[ShardedModule] = []
         self.host_ns = 0
         self.unshard_in_backward = True
-        self.gathers_on_read = False
         self._rank = mesh_info.shard_rank
         self._calls: list[Call] = []
         self._to_run: set[nn.Module] = set()
@@ -188,15 +186,13 @@ class ModuleState:
                 for group in target.groups:
                     group.drop_stale()
                     schedule.prefetch(group)
+        forward_pass = self._pass_of(first, call) if torch.is_grad_enabled() else None
+        begin = None if forward_pass is None else partial(self.pre_backward, forward_pass, None)
         for group in self.groups:
             for each in group.extensions:
-                call.enter(each.around_forward(self.label, self.groups))
-        if not torch.is_grad_enabled():
+                call.enter(each.around_forward(self.label, self.groups, begin))
+        if forward_pass is None:
             return args, kwargs
-        forward_pass = self._pass_of(first, call)
-        if self.gathers_on_read:  # after extensions: the last hooks on saved tensors count
-            hook = partial(self.pre_backward, forward_pass, None)
-            call.enter(watch_reads(self.groups, hook))
         return call.watch_inputs(self.post_backward, forward_pass, args, kwargs)
 
     def _begin_pass(self, module: nn.Module) -> bool:

@@ -1,7 +1,8 @@
 """Notices when backward reads a parameter that autograd saved.
 
 ``watch_reads`` wraps all tensors that autograd saves during one forward of a sharded module.
-Backward asks for each saved tensor, for a loss on any tensor. See [Note: reads] in ``base.compat``.
+Backward asks for each saved tensor, for a loss on any tensor. What else happens to a parameter
+whose memory is freed is decided in ``fullshard.sharding``.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from fullshard.sharding.base.compat import storage_of, untraced, version_of
-from fullshard.sharding.base.states import ShardedState
-from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.hooks.compat import may_hook_saved_tensors
-from fullshard.sharding.params.param import FSDPParam
+from fullshard.insight.compat import may_hook_saved_tensors
+from fullshard.sharding import FSDPParam, FSDPParamGroup, ShardedState
+from fullshard.sharding.spi import storage_of, untraced, version_of
 
 __all__ = ["watch_reads"]
 

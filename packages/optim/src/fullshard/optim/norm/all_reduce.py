@@ -2,7 +2,7 @@
 
 Owns: an in-place all-reduce, which uses the shared memory of the CPU ranks of one host if it exists
 already, and the process group otherwise. Refuses: setting such memory up, which takes longer than
-either; and gradients (see ``replicas``).
+either; and gradients.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.collectives.lost_ranks import raise_located
-from fullshard.comm.layouts.scaling import ReduceOp
-from fullshard.comm.runtime.carriers import carrier_of
-from fullshard.comm.runtime.observer import EventKind, Mark, check_collective, emit, marked_wait
-from fullshard.comm.transports.default import default_transport
+from fullshard.comm import EventKind, ReduceOp, check_collective
+from fullshard.comm.spi import (
+    Mark,
+    carrier_of,
+    default_transport,
+    emit,
+    marked_wait,
+    raise_located,
+)
 
 __all__ = ["all_reduce_numbers"]
 

@@ -2,15 +2,15 @@
 
 ``HeldStep`` keeps what the first micro-batch gathers, and lets gradients add up on the unsharded
 parameters. ``HeldStep`` itself gathers nothing: the forwards of the modules do. ``PipelineStage``
-of ``fullshard.wrappers.pipelining`` begins and ends steps.
+of ``pipelining`` begins and ends steps.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-from fullshard.sharding.base.states import LeaseKind
-from fullshard.sharding.hooks.lookup import the_states
+from fullshard.sharding import LeaseKind
+from fullshard.sharding.spi import the_states
 
 __all__ = ["HeldStep"]
 
