@@ -36,8 +36,7 @@ from fullshard.checkpoint import (
 from fullshard.checkpoint.memory import sending
 from fullshard.checkpoint.memory.contents import Contents
 from fullshard.checkpoint.saving import writing
-from fullshard.elastic import IntegrityChecks, IntegrityPolicy
-from fullshard.insight import SlowRanks
+from fullshard.insight import IntegrityChecks, IntegrityPolicy, SlowRanks
 from fullshard.optim import clip_grad_norm_
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.samehost import set_shared_memory

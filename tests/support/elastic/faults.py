@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from fullshard.elastic import DamagedNumbersError, IntegrityChecks, IntegrityPolicy
-from fullshard.elastic.integrity.collectives import (
+from fullshard.insight import DamagedNumbersError, IntegrityChecks, IntegrityPolicy
+from fullshard.insight.integrity.collectives import (
     CheckedAllGather,
     CheckedReduceScatter,
     Parts,

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fullshard.elastic import IntegrityChecks, IntegrityPolicy
+from fullshard.insight import IntegrityChecks, IntegrityPolicy
 from fullshard.optim import FileTier, HostTier, OffloadedOptimizer, OverlappedStep
 from fullshard.policies import CPUOffloadPolicy, FileOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import ShardingPlacements

@@ -1,12 +1,15 @@
-"""Measurements and checks of sharded models: statistics, slow ranks, and debug mode.
+"""Measurements and checks of sharded models: statistics, slow ranks, debug mode, integrity.
 
 Owns ``statistics`` and ``SlowRanks``, which read the counters and marks of ``fullshard.comm`` and
 ``fullshard.sharding``. In ``debug_mode`` ranks compare each collective before they launch it, and
-``GatherChecks`` checks each group. None changes the values of a step.
+``GatherChecks`` checks each group. ``IntegrityChecks`` finds damaged numbers, with or without
+replica groups. None changes the values of a step.
 """
 
 from fullshard.insight.debugging import debug_mode, set_debug_mode
 from fullshard.insight.gather_checks import GatherChecks, ParametersChangedError
+from fullshard.insight.integrity.checks import IntegrityChecks, IntegrityPolicy
+from fullshard.insight.integrity.findings import DamagedNumbersError, Finding
 from fullshard.insight.model_statistics import (
     GroupStatistics,
     ShardingStatistics,
@@ -29,8 +32,12 @@ __version__ = "0.1.0"
 EXTENSIONS.append(GatherChecks)
 
 __all__ = [
+    "DamagedNumbersError",
+    "Finding",
     "GatherChecks",
     "GroupStatistics",
+    "IntegrityChecks",
+    "IntegrityPolicy",
     "LastRank",
     "OwnTimes",
     "ParametersChangedError",

@@ -23,8 +23,8 @@ from fullshard.comm import (
     ReduceScatter,
 )
 from fullshard.comm.spi import all_to_all, host_carrier_of, op_name
-from fullshard.elastic.integrity.checksums import checksums
-from fullshard.elastic.integrity.findings import Finding, Findings
+from fullshard.insight.integrity.checksums import checksums
+from fullshard.insight.integrity.findings import Finding, Findings
 from fullshard.sharding.spi import device_type_of
 
 __all__ = ["CheckedAllGather", "CheckedReduceScatter", "Parts", "exchanged"]

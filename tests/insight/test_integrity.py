@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from elastic.campaign import campaign
 from fullshard.comm import DefaultAllGather, DefaultReduceScatter
-from fullshard.elastic import DamagedNumbersError, IntegrityChecks, IntegrityPolicy
-from fullshard.elastic.integrity.checksums import checksum, checksums
+from fullshard.insight import DamagedNumbersError, IntegrityChecks, IntegrityPolicy
+from fullshard.insight.integrity.checksums import checksum, checksums
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.sharding import ShardingPlacements, fully_shard
 from fullshard.sharding.spi import local_shard

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.elastic import DamagedNumbersError, IntegrityChecks, IntegrityPolicy
+from fullshard.insight import DamagedNumbersError, IntegrityChecks, IntegrityPolicy
 from fullshard.sharding import DataParallelMeshDims, ShardingPlacements, fully_shard, replicate
 from fullshard.sharding.spi import local_shard
 from support.ranks import cpu_mesh, distributed

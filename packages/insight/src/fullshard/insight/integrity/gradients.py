@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import Event, EventKind
-from fullshard.elastic.integrity.checksums import checksums, is_one_bit
-from fullshard.elastic.integrity.findings import Finding, Findings
+from fullshard.insight.integrity.checksums import checksums, is_one_bit
+from fullshard.insight.integrity.findings import Finding, Findings
 from fullshard.sharding import FSDPParam, FSDPParamGroup
 from fullshard.sharding.spi import local_of
 

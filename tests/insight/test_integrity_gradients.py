@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fullshard.comm.spi import LISTENERS
-from fullshard.elastic import DamagedNumbersError, IntegrityChecks, IntegrityPolicy
-from fullshard.elastic.integrity.checksums import checksum, is_one_bit
+from fullshard.insight import DamagedNumbersError, IntegrityChecks, IntegrityPolicy
+from fullshard.insight.integrity.checksums import checksum, is_one_bit
 from fullshard.optim import clip_grad_norm_
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import fully_shard

@@ -21,16 +21,16 @@ from torch.optim import Optimizer
 
 from fullshard.comm import AllGather, ReduceScatter, observe
 from fullshard.comm.spi import rank_major
-from fullshard.elastic.integrity.checksums import checksums
-from fullshard.elastic.integrity.collectives import (
+from fullshard.insight.integrity.checksums import checksums
+from fullshard.insight.integrity.collectives import (
     CheckedAllGather,
     CheckedReduceScatter,
     Parts,
     exchanged,
 )
-from fullshard.elastic.integrity.findings import Finding, Findings
-from fullshard.elastic.integrity.gradients import ReducedGradients
-from fullshard.elastic.integrity.starting import StartingState
+from fullshard.insight.integrity.findings import Finding, Findings
+from fullshard.insight.integrity.gradients import ReducedGradients
+from fullshard.insight.integrity.starting import StartingState
 from fullshard.sharding import FSDPModule, FSDPParamGroup, HSDPMeshInfo
 from fullshard.sharding.spi import groups_of, local_of, owner_of, sharded_of
 

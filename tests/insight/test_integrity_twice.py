@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from fullshard.elastic import DamagedNumbersError, IntegrityChecks, IntegrityPolicy
+from fullshard.insight import DamagedNumbersError, IntegrityChecks, IntegrityPolicy
 from fullshard.sharding import fully_shard
 from fullshard.sharding.spi import local_of, sharded_of
 from support.ranks import cpu_mesh, distributed
