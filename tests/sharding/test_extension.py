@@ -112,7 +112,20 @@ def test_the_core_names_packages_that_extend_it_in_one_file_only() -> None:
     assert found == {("installed.py", name) for name in named}
 
 
-def test_no_name_in_the_code_of_the_core_is_about_debug_mode() -> None:
+# What extensions are about. A branch of the core for one of them would have a name for it.
+FEATURES = {
+    "samehost": ("samehost", "memfd", "segment"),
+    "insight": ("debug", "desync", "integrity", "slow", "on_read"),
+    "policies": ("canonicalorder", "resident", "file_offload"),
+    "wire": ("quantis", "codec", "coded"),
+    "optim": ("shadow", "clip", "adamw", "muon"),
+    "elastic": ("torchft", "lighthouse", "quorum"),
+    "gone": ("coalesc", "bucket"),
+}
+
+
+@pytest.mark.parametrize("package", FEATURES)
+def test_no_name_in_the_code_of_the_core_is_about_a_feature_of(package: str) -> None:
     sources = [each.folder / "src" for each in MEMBERS if each.name in CORE]
     files = [path for source in sources for path in source.rglob("*.py")]
     found = set()
@@ -120,7 +133,8 @@ def test_no_name_in_the_code_of_the_core_is_about_debug_mode() -> None:
         with tokenize.open(path) as file:
             tokens = tokenize.generate_tokens(file.readline)
             names = {each.string for each in tokens if each.type == tokenize.NAME}
-        found |= {(path.name, name) for name in names if "debug" in name.lower()}
+        about = [name for name in names if any(w in name.lower() for w in FEATURES[package])]
+        found |= {(path.name, name) for name in about}
     assert len(files) > 80
     assert not found
 
