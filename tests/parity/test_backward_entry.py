@@ -180,7 +180,7 @@ def test_in_debug_mode_the_error_names_parameter_module_and_cure() -> None:
     model = Way().shard(_model())
     with (
         debug_mode(),
-        pytest.raises(RuntimeError, match=r"reads 2\.b\.weight, .*'2'.* set_gather_on_read"),
+        pytest.raises(RuntimeError, match=r"reads 2\.b\.weight, .*'2'.*set_gather_on_read"),
     ):
         _kept(model, _mine(_batch())).backward()
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import EventKind, EventLog, observe
 from fullshard.policies import CanonicalOrder
-from fullshard.policies.canonical_order import Event, Step, backward_steps, forward_steps
+from fullshard.policies.schedules.canonical_order import Event, Step, backward_steps, forward_steps
 from fullshard.sharding import FSDPModule, ShardingPlacements, fully_shard
 from fullshard.sharding.base.states import ShardedState
 from fullshard.sharding.hooks.lookup import the_state

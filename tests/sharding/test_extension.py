@@ -116,11 +116,10 @@ def test_the_core_names_packages_that_extend_it_in_one_file_only() -> None:
 FEATURES = {
     "samehost": ("samehost", "memfd", "segment"),
     "insight": ("debug", "desync", "integrity", "slow", "on_read"),
-    "policies": ("canonicalorder", "resident", "file_offload"),
+    "policies": ("canonicalorder", "coalesc", "bucket", "resident", "file_offload"),
     "wire": ("quantis", "codec", "coded"),
     "optim": ("shadow", "clip", "adamw", "muon"),
     "elastic": ("torchft", "lighthouse", "quorum"),
-    "gone": ("coalesc", "bucket"),
 }
 
 

@@ -14,8 +14,8 @@ __all__ = ["EXTENSIONS", "TRANSPORTS", "import_installed"]
 TRANSPORTS = ("fullshard.samehost",)
 """The packages that have a default transport, imported where one is asked for."""
 
-EXTENSIONS = ("fullshard.insight", "fullshard.optim")
-"""The packages that extend groups and steps, imported at the first ``fully_shard``."""
+EXTENSIONS = ("fullshard.policies", "fullshard.insight", "fullshard.optim")
+"""The packages that extend groups, steps and schedules, imported at the first ``fully_shard``."""
 
 
 @functools.cache

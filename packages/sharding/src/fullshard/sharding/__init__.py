@@ -36,7 +36,7 @@ from fullshard.sharding.extension import (
     StepExtension,
 )
 from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.hooks.schedule import Schedule
+from fullshard.sharding.hooks.schedule import SCHEDULES, Schedule
 from fullshard.sharding.mesh.mesh_info import (
     DataParallelMeshDims,
     DDPMeshInfo,
@@ -65,6 +65,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EXTENSIONS",
     "ROOT_EXTENSIONS",
+    "SCHEDULES",
     "STEP_EXTENSIONS",
     "DDPMeshInfo",
     "DataParallelMeshDims",

@@ -29,6 +29,7 @@ from fullshard.sharding.base.memory import addresses_of, set_data, storage_objec
 from fullshard.sharding.base.policies import declares
 from fullshard.sharding.base.stand_ins import StandIns
 from fullshard.sharding.base.tensors import PLAIN, is_plain, tensors_in
+from fullshard.sharding.gather.strategy import BufferedUnshard, GatherInputs, Holders
 from fullshard.sharding.groups.param_group import group_of
 from fullshard.sharding.hooks.context import RootContext
 from fullshard.sharding.hooks.lookup import groups_of, initialised_state, state_of, the_states
@@ -40,18 +41,24 @@ from fullshard.sharding.mesh.subgroups import known_subgroup
 from fullshard.sharding.optim.live_groups import Snapshot, are_same, params_in
 from fullshard.sharding.params.lookup import owner_of, sharded_of
 from fullshard.sharding.params.registry import registry_of
+from fullshard.sharding.reduce.launched import ReadyReductions, ReductionSetup
 from fullshard.sharding.reduce.reduction import ReductionQueue
 from fullshard.sharding.reduce.strategies import PlainReduce
 
 __all__ = [
     "PLAIN",
+    "BufferedUnshard",
     "Comparison",
     "EarlyReduction",
     "ForwardPass",
+    "GatherInputs",
+    "Holders",
     "Mode",
     "ModuleState",
     "PlainReduce",
+    "ReadyReductions",
     "ReductionQueue",
+    "ReductionSetup",
     "RootContext",
     "ShardedModule",
     "ShardingSpec",

@@ -31,7 +31,7 @@ from fullshard.sharding.base.checks import (
 from fullshard.sharding.base.compat import untraced
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.lookup import groups_of, the_root, the_state
-from fullshard.sharding.hooks.schedule import Schedule
+from fullshard.sharding.hooks.schedule import SCHEDULES, Schedule
 from fullshard.sharding.mesh.subgroups import new_subgroup
 
 __all__ = ["CommSettings"]
@@ -72,7 +72,7 @@ class CommSettings:
                 "such as fullshard.policies.CanonicalOrder(), or None for the default"
             )
         context = the_root(self, "set_schedule").context
-        chosen = schedule or Schedule()
+        chosen = schedule or SCHEDULES[-1]()
         kept = [
             group.name
             for group in context.groups

@@ -29,6 +29,7 @@ from fullshard.sharding.gather.in_place import (
 )
 from fullshard.sharding.gather.strategy import (
     BufferedUnshard,
+    FinishesGather,
     GatherInputs,
     Holders,
     UnshardedMemory,
@@ -100,6 +101,7 @@ class Gathering:
         self._gathered_of = generation.number
         self._prepared: BufferedUnshard | None = None
         self._strategy: UnshardStrategy | None = None
+        self._finishes: FinishesGather | None = None  # the gather in flight
         self._chosen_for: AllGather | None = None  # None: it is chosen at the next gather
         self._post_forward: FSDPMeshInfo | None = None
         self.extensions: Sequence[GroupExtension] = ()
@@ -182,6 +184,11 @@ class Gathering:
         specs = tuple(param.sent for param in self.params)
         return rank_major(specs, self.config.process_group.size(), 0)
 
+    @property
+    def strategy(self) -> UnshardStrategy | None:
+        """How the group is gathered now; None where the next gather chooses."""
+        return self._strategy if self._chosen_for is self.config.comm else None
+
     def prepare(self) -> BufferedUnshard:
         """Return memory and inputs, made at the first call since a look at what modules hold."""
         if self._prepared is None:
@@ -240,7 +247,7 @@ class Gathering:
             return False
         self.reshard()
         self.drop_full()
-        self._prepared = self._strategy = None
+        self._prepared = self._strategy = self._finishes = None
         return True
 
     # -- the state machine ------------------------------------------------------------------------
@@ -271,16 +278,24 @@ class Gathering:
         strategy = self._strategy
         if strategy is None or self._chosen_for is not self.config.comm:
             strategy = self._strategy = self._choose(self._prepared or self.prepare())
+        self.announce(strategy)
+        launch = strategy.launch_of(self.config)
+        self.set_in_flight(launch(self.config, async_op=async_op), strategy)
+        return True
+
+    def announce(self, strategy: UnshardStrategy) -> None:
+        """Announce a gather by ``strategy``, right before its launch."""
         if LISTENERS:
             emit(EventKind.UNSHARD, self.name, rank=self.rank)
         for each in self.extensions:
             each.before_gather(from_copies=strategy.inputs.has_copies)
-        launch = strategy.launch_of(self.config)
-        self.in_flight = launch(self.config, async_op=async_op)
+
+    def set_in_flight(self, in_flight: object, finishes: FinishesGather) -> None:
+        """Take part in a gather that was launched, and that ``finishes`` ends."""
+        self.in_flight, self._finishes = in_flight, finishes
         self._gathered_of = self._generation.number
         self.gathers += 1
         self._become(_UNSHARDING)
-        return True
 
     def _use_full(self) -> None:
         """Put full parameters that outlived a reshard into the modules."""
@@ -298,8 +313,8 @@ class Gathering:
         """Finish the gather: the modules hold full parameters after it."""
         self._user_wrote |= holders.user_may_write
         in_flight, self.in_flight = self.in_flight, None
-        if in_flight is not None and self._strategy is not None:
-            self._strategy.finish(in_flight, holders)
+        if in_flight is not None and self._finishes is not None:
+            self._finishes.finish(in_flight, holders)
             self.swap.to_unsharded()
             self._become(_UNSHARDED)
             if LISTENERS:
@@ -342,8 +357,8 @@ class Gathering:
                 strategy.inputs.keep_copies(strategy.write_views, self.config)
         self._become(_SHARDED)
         in_flight, self.in_flight = self.in_flight, None
-        if in_flight is not None:  # no one needs the gather
-            strategy.discard(in_flight)
+        if in_flight is not None and self._finishes is not None:  # no one needs the gather
+            self._finishes.discard(in_flight)
         if keeps_full and state is _UNSHARDED:
             self._full_of = self._generation.number
         else:

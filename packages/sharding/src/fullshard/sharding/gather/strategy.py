@@ -28,7 +28,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -44,6 +44,7 @@ from fullshard.sharding.params.param_sharding import ParamSharding
 
 __all__ = [
     "BufferedUnshard",
+    "FinishesGather",
     "GatherInputs",
     "Holders",
     "ParamStorage",
@@ -292,7 +293,22 @@ class GatherInputs:
 # -- the contract ---------------------------------------------------------------------------------
 
 
-class UnshardStrategy(ABC):
+class FinishesGather(Protocol):
+    """The end of a gather in flight: of a group by itself, or of several at once."""
+
+    def finish(self, in_flight: Any, holders: Holders) -> None:
+        """Wait for the gather, and make the unsharded parameters from its result.
+
+        Args:
+            in_flight: the gather, which is used up.
+            holders: who holds the full parameters.
+        """
+
+    def discard(self, in_flight: Any) -> None:
+        """Wait for a gather whose result is not needed."""
+
+
+class UnshardStrategy(FinishesGather, ABC):
     """How a group is gathered, and where to.
 
     A group has one gather at a time: a launch, then ``finish`` or ``discard``. Freeing the memory
@@ -307,19 +323,6 @@ class UnshardStrategy(ABC):
         """Store the memory of the parameters and the inputs of a gather."""
         self.memory = memory
         self.inputs = inputs
-
-    @abstractmethod
-    def finish(self, in_flight: Any, holders: Holders) -> None:
-        """Wait for the gather, and make the unsharded parameters from its result.
-
-        Args:
-            in_flight: the gather, which is used up.
-            holders: who holds the full parameters.
-        """
-
-    @abstractmethod
-    def discard(self, in_flight: Any) -> None:
-        """Wait for a gather whose result is not needed."""
 
     @property
     def write_views(self) -> Sequence[torch.Tensor]:

@@ -42,6 +42,7 @@ from fullshard.sharding.hooks.compat import (
     refuse_split_backward,
 )
 from fullshard.sharding.hooks.schedule import (
+    SCHEDULES,
     Order,
     Schedule,
     ShardedModule,
@@ -82,7 +83,7 @@ class RootContext:
         # present while a backward is in progress, dead if it raised: autograd has dropped it
         self._backward_end: weakref.ref[Callable[[], None]] | None = None
         self._at_end: list[Callable[[], object]] = []  # each does nothing when called again
-        self.schedule, self.record = Schedule(), StepRecord()
+        self.schedule, self.record = SCHEDULES[-1](), StepRecord()
         self.schedule.take_over((), self.record, self.shared.queue)
 
     def adopt(self, states: Sequence[ShardedModule]) -> None:
@@ -101,6 +102,7 @@ class RootContext:
             RuntimeError: in the middle of a forward or backward.
         """
         self.require_quiet("set_schedule")
+        self.schedule.leave()
         schedule.take_over(self.states, self.record, self.shared.queue)
         self.schedule = schedule
 
@@ -272,6 +274,7 @@ class RootContext:
                 self.schedule.finish_backward(group, is_last=False)
                 error = group.gradients.end_of_backward() or error
         keep_copies_within_step(self.groups, is_last=False)
+        self.schedule.flush()
         if not error:
             self.shared.queue.seal()
         return error
@@ -286,6 +289,7 @@ class RootContext:
                     group.drop_leases(LeaseKind.USER)
         self._release_expired()
         keep_copies_within_step(self.groups, is_last=is_last)
+        self.schedule.flush()
         end_pass(self.groups)  # before groups end: a backward that raises leaves no gradients
         errors = [group.gradients.end_of_backward() for group in reversed(self.record.used_groups)]
         error = next(filter(None, errors), "")

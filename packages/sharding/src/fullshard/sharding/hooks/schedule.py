@@ -17,8 +17,9 @@ from typing import Protocol
 from torch import nn
 
 from fullshard.sharding.base.forward_pass import ForwardPass
-from fullshard.sharding.base.states import LeaseKind, ShardedState
+from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.groups.param_group import FSDPParamGroup
+from fullshard.sharding.reduce.launched import ReadyReductions
 from fullshard.sharding.reduce.reduction import ReductionQueue
 
 __all__ = [
@@ -28,8 +29,6 @@ __all__ = [
     "StepRecord",
     "keep_copies_within_step",
 ]
-
-_SHARDED = ShardedState.SHARDED
 
 
 class ShardedModule(Protocol):
@@ -227,6 +226,16 @@ class Schedule:
         elif unfinished:
             group.leases.add_once(LeaseKind.PREFETCH)
 
+    def launch(self, group: FSDPParamGroup, ready: ReadyReductions) -> None:
+        """Launch reductions of ``group``, of which none may be ready."""
+        group.shared.queue.launch(ready)
+
+    def flush(self) -> None:
+        """Launch reductions that ``launch`` held back: all backwards of the root are over."""
+
+    def leave(self) -> None:
+        """Act no longer for a root: another schedule does from now on."""
+
     def end_module_backward(self, group: FSDPParamGroup, forward_pass: ForwardPass) -> None:
         """End a backward in ``group``, and reduce if it was the last outstanding one."""
         if self.before_reduction is not None:
@@ -235,7 +244,7 @@ class Schedule:
         gradients.grads_after_reduce |= gradients.reduced and not last
         ready = gradients.pop_ready(reduce=last)
         group.release_backward(forward_pass.number, keep=group.full_after_backward)
-        group.shared.queue.launch(ready)
+        self.launch(group, ready)
 
     def finish_backward(self, group: FSDPParamGroup, *, is_last: bool) -> None:
         """End all that backward left open in ``group``, and reduce it.
@@ -247,7 +256,11 @@ class Schedule:
         ready = group.finish_backward(
             keep=allowed and group.full_after_backward, keep_ahead=allowed and not is_last
         )
-        group.shared.queue.launch(ready)
+        self.launch(group, ready)
+
+
+SCHEDULES: list[Callable[[], Schedule]] = [Schedule]
+"""Schedules of new roots, of which the last is used; packages append to it when imported."""
 
 
 # -- copies that placements keep ------------------------------------------------------------------

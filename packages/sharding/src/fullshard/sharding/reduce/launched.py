@@ -72,9 +72,10 @@ class ReduceSettings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReductionSetup:
-    """How a group reduces; made once, and kept while the settings stay.
+    """How a group, or several at once, reduce; made once, and kept while the settings stay.
 
     Attributes:
+        names: of the groups, for events.
         rank: this rank, for events.
         indices: which of its group's parameters it carries.
         params: the parameters, in the order of the layout.
@@ -86,6 +87,7 @@ class ReductionSetup:
         settings: what the user set.
     """
 
+    names: tuple[str, ...]
     rank: int
     indices: tuple[int, ...]
     params: tuple[FSDPParam, ...]

@@ -39,8 +39,8 @@ class ReductionQueue:
     def launch(self, ready: ReadyReductions) -> None:
         """Launch reductions, each once there is room."""
         for setup, gradients in ready:
-            if LISTENERS:
-                emit(EventKind.REDUCE, setup.config.name, rank=setup.rank)
+            for name in setup.names if LISTENERS else ():
+                emit(EventKind.REDUCE, name, rank=setup.rank)
             while len(self._travelling) >= setup.config.inputs_in_flight:
                 self._travelling.popleft().make_room()
             used_here = list(map(is_not, gradients, repeat(None)))
@@ -93,8 +93,8 @@ class ReductionQueue:
             for param in params:  # a hook may raise, so no gradient waits for it
                 for hook in list(hooks_after_accumulation(param).values()):
                     hook(param)
-            if reduction.gives_gradients and LISTENERS:
-                emit(EventKind.REDUCE_DONE, reduction.setup.config.name, rank=reduction.setup.rank)
+            for name in reduction.setup.names if reduction.gives_gradients and LISTENERS else ():
+                emit(EventKind.REDUCE_DONE, name, rank=reduction.setup.rank)
 
     def _await_landed(self) -> Iterable[Sequence[bool] | None]:
         """Wait for what landed, and return which parameters of each any rank used."""

@@ -115,6 +115,7 @@ class ReductionSetups:
         alone = config.collective.offers.aliases_input(config.process_group)
         aliases = ends_here and alone and scaling.is_identity
         return ReductionSetup(
+            names=(self.name,),
             rank=mesh_info.shard_rank,
             indices=indices,
             params=params,

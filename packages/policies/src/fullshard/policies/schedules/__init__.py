@@ -1,0 +1,3 @@
+"""When groups communicate: one order for all ranks, launches that small groups share."""
+
+__all__: list[str] = []
