@@ -27,6 +27,7 @@ from fullshard.optim import clip_grad_norm_
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.sharding import (
     RankMismatchError,
+    Schedule,
     ShardingPlacements,
     fully_shard,
     unsharded,
@@ -232,6 +233,7 @@ def test_bytes_that_travel_and_are_held_equal_the_formulas(name: str) -> None:
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))).double()
     for layer in (*model, model):
         fully_shard(layer, mesh=mesh_of(), placements=placements)
+    model.set_schedule(Schedule())  # small groups share no launches
     optimizer = torch.optim.Adam(model.parameters())
     log = EventLog()
     with private_memory():
@@ -291,6 +293,7 @@ def _full_bytes(layer: nn.Module) -> int:
 def test_a_copy_is_used_again_within_a_step_only(name: str) -> None:
     pair = pair_of("uneven", PLACEMENTS[name])
     model: Any = pair.model
+    model.set_schedule(Schedule())
     groups = 3
     log = EventLog()
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from fullshard.comm import ReduceInFlight
+from fullshard.sharding import Schedule
 from support.parity.compare import assert_equal, gradients_of, rounding
 from support.ranks import distributed
 from support.surface.model import batch, build, sharded
@@ -16,6 +17,7 @@ from support.surface.model import batch, build, sharded
 def _model() -> Any:
     """A model of three groups, whose reductions are all in flight until they are waited for."""
     model: Any = sharded(build())
+    model.set_schedule(Schedule())
     model.set_reduce_scatter_max_input_buffers(3)
     return model
 

@@ -85,18 +85,22 @@ class CoalescedSchedule(Schedule):
 
     def unshard(self, group: FSDPParamGroup) -> None:
         """Gather ``group``, with its bucket if it has one."""
-        bucket = self._bucket_of(group)
+        bucket, gathers = self._bucket_of(group), group.gathering.gathers
         if bucket is not None and bucket.launch(group, ahead=False):
             self._gathered += bucket.groups
-        elif group.gathering.launch_gather():
+            return
+        super().unshard(group)
+        if group.gathering.gathers > gathers:
             self._gathered.append(group)
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Gather ``group`` ahead, if that may be done now, with its bucket if it has one."""
-        bucket = self._bucket_of(group)
+        bucket, gathers = self._bucket_of(group), group.gathering.gathers
         if bucket is not None and bucket.launch(group, ahead=True):
             self._gathered += bucket.groups
-        elif group.prefetch():
+            return
+        super().prefetch(group)
+        if group.gathering.gathers > gathers:
             self._gathered.append(group)
 
     def launch(self, group: FSDPParamGroup, ready: ReadyReductions) -> None:
