@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import AllToAllTransport
 from fullshard.comm.runtime.works import SeveralWorks
 from fullshard.comm.transports.all_to_all import all_to_all, exchange
 from fullshard.comm.transports.rank_order import reduce_in_rank_order
+from fullshard.samehost import AllToAllTransport
 from support.ranks import distributed, world
 
 ALL_TO_ALL = AllToAllTransport()

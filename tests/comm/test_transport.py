@@ -9,7 +9,6 @@ import torch.distributed as dist
 from comm.launches import finish, launch
 from comm.stand_ins import group_of
 from fullshard.comm import (
-    AllToAllTransport,
     DefaultAllGather,
     DefaultReduceScatter,
     ProcessGroupTransport,
@@ -18,7 +17,7 @@ from fullshard.comm import (
 )
 from fullshard.comm.transports.collective import Collective
 from fullshard.comm.transports.transport import adapted
-from fullshard.samehost import SharedMemoryTransport
+from fullshard.samehost import AllToAllTransport, SharedMemoryTransport
 from fullshard.samehost.automatic import AutomaticTransport
 from support.ranks import distributed
 

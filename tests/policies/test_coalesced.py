@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import (
-    AllToAllTransport,
     DefaultAllGather,
     DefaultReduceScatter,
     Event,
@@ -31,7 +30,7 @@ from fullshard.policies import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
 )
-from fullshard.samehost import peers, same_host_transport
+from fullshard.samehost import AllToAllTransport, peers, same_host_transport
 from fullshard.sharding import Schedule, fully_shard
 from fullshard.sharding.hooks.lookup import the_state
 from support.apart import apart, private_memory

@@ -20,12 +20,11 @@ from hypothesis import strategies as st
 
 from comm.launches import SUM, finish, in_rank_order, launch
 from fullshard.comm import (
-    AllToAllTransport,
     CollectiveMismatchError,
     ProcessGroupTransport,
     Transport,
 )
-from fullshard.samehost import SharedMemoryError, SharedMemoryTransport, regions
+from fullshard.samehost import AllToAllTransport, SharedMemoryError, SharedMemoryTransport, regions
 from fullshard.samehost.group import shared_group
 from support.ranks import distributed, new_group, run_on_ranks, world
 

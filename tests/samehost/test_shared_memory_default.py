@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from comm.stand_ins import no_larger_files_than
 from fullshard.comm import (
-    AllToAllTransport,
     ProcessGroupTransport,
     SelfTransport,
     Transport,
@@ -19,6 +18,7 @@ from fullshard.comm import (
     default_reduce_scatter,
 )
 from fullshard.samehost import (
+    AllToAllTransport,
     SharedMemoryError,
     SharedMemoryTransport,
     peers,

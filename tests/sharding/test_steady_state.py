@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import (
-    AllToAllTransport,
     DefaultAllGather,
     DefaultReduceScatter,
     ProcessGroupTransport,
     Transport,
 )
 from fullshard.policies import MixedPrecisionPolicy
+from fullshard.samehost import AllToAllTransport
 from fullshard.sharding import fully_shard
 from support.dispatch import StorageCounter
 from support.modules import Residual

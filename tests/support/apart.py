@@ -9,8 +9,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.comm import AllToAllTransport
-from fullshard.samehost import peers, same_host_transport, set_shared_memory
+from fullshard.samehost import AllToAllTransport, peers, same_host_transport, set_shared_memory
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.comm import (
-    AllToAllTransport,
     DefaultReduceScatter,
     Layout,
     ReduceConfig,
@@ -24,6 +23,7 @@ from fullshard.comm import (
     reduction_scaling,
 )
 from fullshard.policies import MixedPrecisionPolicy
+from fullshard.samehost import AllToAllTransport
 from fullshard.sharding import fully_shard
 from fullshard.sharding.params.lookup import owner_of
 from fullshard.wire import ErrorFeedback, Quantised, WidenedReducePlan, WirePolicy

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.comm import (
-    AllToAllTransport,
     DefaultReduceScatter,
     EventKind,
     EventLog,
@@ -24,6 +23,7 @@ from fullshard.comm import (
     observe,
     reduction_scaling,
 )
+from fullshard.samehost import AllToAllTransport
 from fullshard.wire import Quantised, WidenedReducePlan
 from fullshard.wire.blocks import in_blocks
 from fullshard.wire.reduction import add_widened

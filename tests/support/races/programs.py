@@ -16,7 +16,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import (
-    AllToAllTransport,
     CommStreams,
     DefaultAllGather,
     DefaultReduceScatter,
@@ -31,6 +30,7 @@ from fullshard.comm.runtime import compat
 from fullshard.comm.runtime.streams import canonical_device
 from fullshard.optim import clip_grad_norm_
 from fullshard.policies import CPUOffloadPolicy, DepthPrefetch, MixedPrecisionPolicy, NoPrefetch
+from fullshard.samehost import AllToAllTransport
 from fullshard.sharding import (
     FSDPModule,
     ShardingPlacements,

@@ -38,7 +38,6 @@ from fullshard.comm.runtime.observer import (
     observe,
 )
 from fullshard.comm.runtime.streams import CommStreams
-from fullshard.comm.transports.all_to_all import AllToAllTransport
 from fullshard.comm.transports.collective import (
     AllGather,
     DefaultAllGather,
@@ -63,7 +62,6 @@ __version__ = "0.1.0"
 __all__ = [
     "AllGather",
     "AllGatherInFlight",
-    "AllToAllTransport",
     "Allocator",
     "BufferPool",
     "BufferSpec",

@@ -6,6 +6,7 @@ can map it, ``AllToAllTransport`` for gloo between hosts, and the process group'
 """
 
 from fullshard.comm.spi import DEFAULTS, IDLE
+from fullshard.samehost.all_to_all import AllToAllTransport
 from fullshard.samehost.automatic import (
     AutomaticTransport,
     SharedMemoryStatistics,
@@ -24,6 +25,7 @@ DEFAULTS.append(AutomaticTransport())
 IDLE.append(release_frames)
 
 __all__ = [
+    "AllToAllTransport",
     "AutomaticTransport",
     "SharedMemoryError",
     "SharedMemoryStatistics",

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
-    AllToAllTransport,
     PeerLostError,
     ProcessGroupTransport,
     ReduceOp,
@@ -22,6 +21,7 @@ from fullshard.comm import (
     Transport,
 )
 from fullshard.comm.spi import EPOCH, Contribution, backend_names, is_reduction, traits_of
+from fullshard.samehost.all_to_all import AllToAllTransport
 from fullshard.samehost.group import (
     GROUPS,
     SharedBuffer,

@@ -11,7 +11,6 @@ expect.
 from __future__ import annotations
 
 from fullshard.comm import (
-    AllToAllTransport,
     GatherConfig,
     Layout,
     ProcessGroupTransport,
@@ -40,7 +39,7 @@ def pays(layout: Layout, config: GatherConfig | ReduceConfig) -> bool:
         return False
     group = config.process_group
     moves = default_transport(group).resolve(group, config.device)
-    return isinstance(moves, (ProcessGroupTransport, AllToAllTransport))
+    return isinstance(moves, ProcessGroupTransport)
 
 
 def alike(one: GatherConfig | ReduceConfig, other: GatherConfig | ReduceConfig) -> bool:
