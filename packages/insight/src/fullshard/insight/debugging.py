@@ -180,7 +180,7 @@ def _meet(
 
 
 class _Resets:
-    """An observer that lets ranks begin to count again where one of them begins anew."""
+    """An observer by which ranks restart their counts together."""
 
     def on_event(self, event: Event) -> None:
         """Take note of a root that raised, or that is reset."""

@@ -77,7 +77,7 @@ class GatherChecks(GroupExtension):
         self._require_same_shards()
 
     def on_idle(self) -> None:
-        """Note the full parameters, which nobody is to change from now on."""
+        """Note the full parameters: a later change of them is an error."""
         self._idle = [_mark(param) for param in self.group.params] if is_debugging() else []
 
     def before_reshard(self) -> None:

@@ -23,7 +23,7 @@ _WAITS = (Mark.WAIT, Mark.WAIT_GATHER, Mark.WAIT_REDUCTION)
 
 
 class Phase(StrEnum):
-    """A part of a training step, as far as it can be told from the outside."""
+    """A part of a training step, as seen from outside of the program."""
 
     INPUT = "input"
     """Between the end of a step, or of a backward, and the next forward of the root."""
@@ -39,7 +39,7 @@ class Phase(StrEnum):
 
 @dataclass(kw_only=True)
 class Step:
-    """One step of one rank, in seconds.
+    """A step of a rank, in seconds.
 
     Attributes:
         number: how many optimizers' steps had ended, since the watch began, when it was over.
@@ -114,7 +114,7 @@ class OwnTimesReader:
     """Reads time stamps in order: which phase it is, and which step.
 
     [Note: the end of a step] A step ends with a step of an optimizer. Another optimizer's may
-    follow, and saves: these belong to the step as well. So it is over when the next forward begins.
+    follow, and saves: these belong to the step, too. So a step ends when the next forward begins.
 
     [Note: between] The time between the end of a forward, a backward or an optimizer's step and the
     next time stamp belongs to the loss, to input, or to the optimizer. The next time stamp decides.

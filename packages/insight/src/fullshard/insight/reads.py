@@ -1,7 +1,7 @@
 """Gathers a group in backward when autograd first reads one of its parameters.
 
-Owns ``set_gather_on_read``, for losses on tensors that a forward did not return. It extends the
-groups of a module; ``saved_reads`` notices the reads.
+Owns ``set_gather_on_read``, for losses on tensors that a forward did not return. The function
+extends the groups of a module; ``saved_reads`` notices the reads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Notices when backward reads a parameter that autograd saved.
 
 ``watch_reads`` wraps all tensors that autograd saves during one forward of a sharded module.
-Backward asks for each saved tensor, for a loss on any tensor. What else happens to a parameter
-whose memory is freed is decided in ``fullshard.sharding``.
+Backward asks for each saved tensor, for a loss on any tensor. ``fullshard.sharding`` decides when
+autograd refuses such a read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happens around a parameter group: the contract for features outside the core.
+"""The contract for features outside the core: calls around groups, roots and steps.
 
 A feature that watches groups, or works on them, is a subclass of ``GroupExtension``. The engine
 calls each method at one place, and knows no subclass.
@@ -70,10 +70,10 @@ class ExtendedGroup(Protocol):
 
 
 class GroupExtension:
-    """What happens around one parameter group; the methods do nothing, so override what you need.
+    """Is called around one parameter group; the methods do nothing, so override those you need.
 
     Each group has an instance of its own. Methods run on the thread and on the stream of the
-    engine, on every rank, and an extension of all groups is called in the same order on all ranks.
+    engine, on every rank. Calls of an extension of all groups come in one order on all ranks.
     A method that raises ends the forward, backward or call in which it runs: raise on all ranks or
     on none. Several extensions are called in the order in which they were added.
 
@@ -133,7 +133,7 @@ class GroupExtension:
 class RootExtension:
     """What ranks tell each other at places to which all ranks of a root come; does nothing.
 
-    One instance serves all roots of the process. A method may call collectives, in an order that is
+    All roots of the process share an instance. A method may call collectives, in an order that is
     equal on all ranks. If it raises, it raises on all ranks.
     """
 
@@ -168,9 +168,9 @@ def end_pass(groups: Sequence[ExtendedGroup]) -> None:
 
 
 class StepExtension:
-    """What happens around the steps of one optimizer; the methods do nothing.
+    """Is called around the steps of an optimizer; the methods do nothing.
 
-    Each optimizer that steps sharded parameters has an instance of its own.
+    For each optimizer of sharded parameters an instance is made.
     """
 
     def on_parameters(self, optimizer: Optimizer) -> None:

@@ -1,3 +1,3 @@
-"""What optimizers step in the place of sharded parameters: plain shards, or copies elsewhere."""
+"""Plain shards, or copies elsewhere, which optimizers step in the place of parameters."""
 
 __all__: list[str] = []

@@ -34,7 +34,7 @@ class ShadowSteps(StepExtension):
         self._kept: ShadowOptimizer | None = None
 
     def on_parameters(self, optimizer: Optimizer) -> None:
-        """Decide what is stepped in its place.
+        """Choose between plain shards, copies and the parameters themselves.
 
         Raises:
             TypeError: if it needs whole parameters and one is cut.

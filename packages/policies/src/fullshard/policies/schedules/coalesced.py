@@ -27,7 +27,7 @@ __all__ = ["CoalescedSchedule"]
 class CoalescedSchedule(Schedule):
     """Groups communicate as their modules run; small ones that follow one another share launches.
 
-    Where ``fullshard.policies`` is installed, roots have this schedule. It changes something only
+    Where ``fullshard.policies`` is installed, roots have this schedule. Launches are shared only
     between CPU ranks that share no memory: consecutive groups of up to 64 KiB in each rank's slice
     are gathered together, and reduced together, from the second forward on. Results are equal to
     the last bit. ``model.set_schedule(fullshard.sharding.Schedule())`` gives each group launches of

@@ -1,10 +1,10 @@
 """Coalesces the reductions of small groups that end their backwards one after another.
 
-Owns the gradients that wait for those of their neighbours. The reductions are launched when the
-last one is there, when another one would exceed the cap (bytes of all ranks' slices, with padding),
-and at the end of backward. All ranks see groups reduce in the same order, so they launch alike.
-Gradients wait as autograd made them, where the buckets of ``DistributedDataParallel`` are memory of
-their own.
+Owns the gradients that wait for those of their neighbours. The reductions are launched with the
+last one, before another one would exceed the cap, and at the end of backward. The cap counts bytes
+of all ranks' slices, with padding. All ranks see groups reduce in the same order, so they launch
+alike. Gradients wait as autograd made them, where the buckets of ``DistributedDataParallel`` are
+memory of their own.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CoalescedReduction:
 
 
 def _may_join(setup: ReductionSetup) -> bool:
-    """Return whether the result of a reduction is the gradients, and nobody asks for its buffer."""
+    """Return whether the result of a reduction is the gradients, without a hook on its buffer."""
     settings = setup.settings
     own = settings.hook is not None or settings.comm is not None or settings.zero_unused
     varies = isinstance(settings.divide_factor, torch.Tensor)
