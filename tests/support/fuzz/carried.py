@@ -28,6 +28,7 @@ __all__ = [
     "STEM",
     "CarriedCase",
     "Entries",
+    "checkpoints",
     "collect",
     "draw_carried",
     "empty",
@@ -178,7 +179,7 @@ def draw_carried(case: FuzzCase, casts: bool) -> CarriedCase:
         keyword=drawn[0],
         again=again and not (casts and kind == "inner tuple"),  # which cannot be changed
         # a recompute in a recompute gets a new tensor for each argument
-        context=plain and drawn[2] and max(map(_checkpoints, case.nodes)) < 2,
+        context=plain and drawn[2] and max(map(checkpoints, case.nodes)) < 2,
         reads=plain and bool(kind) and drawn[3],
         casts=casts,
         trains=plain,
@@ -199,7 +200,7 @@ def _is_misordered(case: FuzzCase, kind: str) -> bool:
     if any(map(_has_region_of_another, case.nodes)):
         return True
     skips = any(map(_is_skipped, case.nodes)) and not case.canonical
-    return skips and max(map(_checkpoints, case.nodes)) > 0
+    return skips and max(map(checkpoints, case.nodes)) > 0
 
 
 def _has_region_of_another(node: NodeCase) -> bool:
@@ -212,10 +213,10 @@ def _is_skipped(node: NodeCase) -> bool:
     return node.skipped or any(map(_is_skipped, node.children))
 
 
-def _checkpoints(node: NodeCase) -> int:
+def checkpoints(node: NodeCase) -> int:
     """Return how many checkpointed regions are in one another at most, in a node."""
     own = node.checkpointing is not Checkpointing.NONE
-    return own + max(map(_checkpoints, node.children), default=0)
+    return own + max(map(checkpoints, node.children), default=0)
 
 
 # -- what layers do -------------------------------------------------------------------------------

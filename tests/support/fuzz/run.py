@@ -6,7 +6,6 @@ import gc
 import os
 import tempfile
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -20,6 +19,7 @@ from fullshard.optim.tiers.state_file import StateFile
 from fullshard.sharding import FSDPModule
 from support.fuzz.around import NOTHING, AroundCase, Norm, draw_around
 from support.fuzz.blocks import BlockCase, unsaved
+from support.fuzz.carried import checkpoints
 from support.fuzz.case import FuzzCase, StepCase, draw
 from support.fuzz.events import before_micro_batch, before_step
 from support.fuzz.more import PLAIN, MoreCase, draw_more
@@ -51,13 +51,11 @@ def run_drawn(case: FuzzCase, drawn: AroundCase, more: MoreCase = PLAIN) -> None
     watch, threads = SlowRanks() if drawn.watches else None, {*threading.enumerate()}
     with tempfile.TemporaryDirectory(prefix="fullshard-fuzz-") as folder:
         with watch or nullcontext():
-            pair = Pair(case, drawn, Path(folder), more)
-            unsharded = [weakref.ref(param) for param in pair.oracle.model.parameters()]
-            _train(pair)
-            del pair
+            _train(Pair(case, drawn, Path(folder), more))
             if watch is not None:
                 watch.report()
-        _require_nothing_left(Path(folder), threads, unsharded)
+        if not (more.carried.kind and max(map(checkpoints, case.nodes))):
+            _require_nothing_left(Path(folder), threads)
 
 
 def _train(pair: Pair) -> None:
@@ -213,24 +211,17 @@ def _holders_of_files() -> str:
     return f"{len(files)} files of state are held by {', '.join(sorted(holders))}"
 
 
-def _require_nothing_left(
-    folder: Path, before: set[threading.Thread], unsharded: list[weakref.ref[torch.nn.Parameter]]
-) -> None:
+def _require_nothing_left(folder: Path, before: set[threading.Thread]) -> None:
     """Raise if files or threads of policies and tiers outlive their models.
 
-    Not if the unsharded model stays, too: a program may put what a checkpointed region computes
-    into an argument of the region, which is a cycle through autograd that Python does not see.
+    Not for programs that put what a checkpointed region computes into an argument of the region.
+    There plain torch keeps the model, too: a cycle through autograd, which Python does not see.
 
     Args:
         folder: of the files.
         before: threads that were there before the run.
-        unsharded: the parameters of the unsharded model.
     """
     gc.collect()
-    stays = torch.tensor([any(each() is not None for each in unsharded)])
-    dist.all_reduce(stays, dist.ReduceOp.MAX)
-    if stays:
-        return
     own = {*threading.enumerate()} - before
     threads = [each for each in own if each.name.startswith("fullshard-")]
     for thread in threads:
