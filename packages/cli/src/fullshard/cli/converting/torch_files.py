@@ -68,7 +68,8 @@ def _load(path: Path) -> Any:
         # only files of today's format, which are zip files, can be mapped
         mapped = zipfile.is_zipfile(path)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Validating sparse tensor")  # torch 2.15: it is slow
+            # of sparse tensors, which are refused below; torch 2.11 and 2.15 word it differently
+            warnings.filterwarnings("ignore", "Validating sparse tensor|Sparse invariant checks")
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except Exception as error:
         if named := re.search(r"GLOBAL (\S+)", str(error)):
