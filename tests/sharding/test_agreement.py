@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +18,7 @@ from torch.distributed.tensor import Shard
 from fullshard.comm import DefaultAllGather, DefaultReduceScatter, EventLog, observe
 from fullshard.comm.transports import default
 from fullshard.policies import DepthPrefetch, MixedPrecisionPolicy
-from fullshard.sharding import RankMismatchError, fully_shard, unsharded
+from fullshard.sharding import RankMismatchError, Schedule, fully_shard, unsharded
 from support.ranks import cpu_mesh, distributed, new_group
 from support.surface.model import WIDTH, batch, build, sharded
 from support.surface.ranks import everyone, never_gathered
@@ -122,6 +123,13 @@ def _without_parameters(odd: bool) -> Any:
     return fully_shard(nn.Linear(WIDTH, 4) if odd else nn.Identity(), mesh=cpu_mesh())
 
 
+def _without_policies(odd: bool) -> Any:
+    """As if a package that offers a schedule were not installed on the odd rank."""
+    where = "fullshard.sharding.hooks.context.SCHEDULES"
+    with patch(where, [Schedule]) if odd else nullcontext():
+        return sharded(build())
+
+
 BFLOAT16 = torch.bfloat16
 GROUP = "rank {odd} has parameter group 'blocks.1'"
 DIFFERENCES = {
@@ -175,6 +183,9 @@ DIFFERENCES = {
         lambda odd: DepthPrefetch(forward=1 + odd),
         "DepthPrefetch(forward=1",
         "DepthPrefetch(forward=2",
+    ),
+    "default schedule": Difference(
+        _without_policies, ("scheduled by Schedule()", "scheduled by CoalescedSchedule(")
     ),
     "kept storage": changed_later(
         lambda net: net.blocks[1].set_keep_unsharded_storage(True), GROUP, "storage kept: True"

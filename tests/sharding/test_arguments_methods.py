@@ -63,17 +63,6 @@ def does_not_recurse(method: str, *args: Any) -> Wrong:
     return Wrong(method, args, TypeError, ("recurse", "int"), {"recurse": 1})
 
 
-def no_cap(method: str) -> list[Wrong]:
-    return [
-        Wrong(method, ("2",), TypeError, ("cap_mb", "str")),
-        *(
-            Wrong(method, (value,), ValueError, ("cap_mb", str(value), "finite"))
-            for value in (-1, math.inf, math.nan)
-        ),
-        does_not_recurse(method, 2),
-    ]
-
-
 def no_modules(method: str) -> list[Wrong]:
     return [
         Wrong(method, lambda net: (net.blocks[0],), TypeError, ("modules", "FSDPBlock", "list")),

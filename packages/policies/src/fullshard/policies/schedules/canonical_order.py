@@ -100,6 +100,10 @@ class CanonicalOrder(Schedule):
         self._synced: Sequence[tuple[bool, bool]] = ()  # by group, as this backward began
         self._ahead: deque[FSDPParamGroup] = deque()  # gathered, and not asked for
 
+    def __repr__(self) -> str:
+        """Return how it was made."""
+        return f"{type(self).__name__}(slack={self._slack})"
+
     def take_over(
         self, states: Sequence[ShardedModule], record: StepRecord, queue: ReductionQueue
     ) -> None:

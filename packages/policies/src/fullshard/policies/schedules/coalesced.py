@@ -59,6 +59,11 @@ class CoalescedSchedule(Schedule):
         self.buckets: dict[FSDPParamGroup, Bucket] = {}
         self._reductions: dict[FSDPParamGroup, CoalescedReduction] = {}
 
+    def __repr__(self) -> str:
+        """Return how it was made."""
+        caps = f"gather_cap_mb={self._gather_cap}, reduce_cap_mb={self._reduce_cap}"
+        return f"{type(self).__name__}({caps})"
+
     def begin(self, *, backward: bool) -> None:
         """Forget what was learnt while collectives are checked, or where a group changed."""
         super().begin(backward=backward)

@@ -189,6 +189,7 @@ def _signature(
         f"backward: {state.after_backward(is_root)}, over a post-forward mesh of: "
         f"{[group.gathering.post_forward_size for group in state.own_groups]}, prefetched by "
         f"{_describe(state.prefetch)}"
+        + (f", scheduled by {state.context.schedule!r}" if is_root else "")
     )
     return lines
 

@@ -170,6 +170,10 @@ class Schedule:
         self.before_reduction: Callable[[], None] | None = None
         self._record: StepRecord | None = None
 
+    def __repr__(self) -> str:
+        """Return what ranks compare before they communicate: its class, and what it was made of."""
+        return f"{type(self).__name__}()"
+
     def take_over(
         self, states: Sequence[ShardedModule], record: StepRecord, queue: ReductionQueue
     ) -> None:
