@@ -498,6 +498,32 @@ def test_on_two_axes_ranks_that_raised_at_different_places_train_on(
     assert_gradients(net, add_up(plain, plans))
 
 
+@pytest.mark.parametrize("placements", [None, ShardingPlacements(compute="inner")])
+@pytest.mark.filterwarnings("ignore:gradients of earlier backwards")
+@distributed(4)
+def test_what_was_frozen_between_micro_batches_is_reduced_by_all_ranks_of_one_that_raised(
+    placements: ShardingPlacements | None,
+) -> None:
+    """Some ranks have reduced a group as the error comes, others do so in the reset."""
+    rank, plans = dist.get_rank(), ["vta"] * 4
+    options = {} if placements is None else {"placements": placements}
+    net, plain = shard(mesh=cpu_mesh((2, 2), ("outer", "inner")), **options), Net().double()
+    assert isinstance(net, FSDPModule)
+    net.set_requires_gradient_sync(False)
+    loss_of(net, rank, 0, plans[rank]).backward()
+    net.set_requires_gradient_sync(True)
+    for model in (net, plain):
+        for name, param in model.named_parameters():
+            param.requires_grad_(not name.endswith("bias"))
+    part = [net.vision[0], net.text[1], net.head, net.embed][rank]
+    with failing(part, backward=True):
+        loss_of(net, rank, 7, plans[rank]).backward()
+    net.reset_iter_state()
+    net.zero_grad()
+    loss_of(net, rank, 0, plans[rank]).backward()
+    assert_gradients(net, add_up(plain, plans))
+
+
 @distributed(2)
 def test_full_parameters_that_are_kept_within_a_step_are_refused() -> None:
     net = Net()

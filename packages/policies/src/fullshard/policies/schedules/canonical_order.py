@@ -139,27 +139,26 @@ class CanonicalOrder(Schedule):
         self._ahead.clear()
 
     def _end_raised(self) -> None:
-        """Issue the rest of a pass that raised: ranks may have come to other places in it.
-
-        The reductions of such a backward are those of the settings with which it began. They are
-        discarded. Reductions of earlier backwards stay.
-        """
-        if self._next == len(self._steps):
-            return
-        queue = self._groups[0].shared.queue
-        queue.commit_sealed()
-        with ExitStack() as stack:
-            for group, synced in zip(self._groups, self._synced, strict=True):
-                stack.enter_context(group.gradients.synced_as(synced))
-            self._advance(len(self._steps))
-        for group in self._groups:
-            group.drop_leases(*_LEFT)
-        self.discard(queue)
-        for group in self._groups:
-            group.gradients.abandon()  # no backward of these reductions has begun
+        """End a pass that raised; reductions of earlier backwards stay."""
+        if self._next < len(self._steps):
+            queue = self._groups[0].shared.queue
+            queue.commit_sealed()
+            self.discard(queue)
+            for group in self._groups:
+                group.gradients.abandon()  # no backward of these reductions has begun
 
     def discard(self, queue: ReductionQueue) -> None:
-        """Discard reductions once each is complete, as on ranks that came further."""
+        """Discard reductions once the pass is complete: ranks may have come to other places in it.
+
+        What is left of a backward is reduced by the settings with which it began.
+        """
+        if self._next < len(self._steps):
+            with ExitStack() as stack:
+                for group, synced in zip(self._groups, self._synced, strict=True):
+                    stack.enter_context(group.gradients.synced_as(synced))
+                self._advance(len(self._steps))
+            for group in self._groups:
+                group.drop_leases(*_LEFT)
         queue.launch_second()
         queue.discard()
 

@@ -351,6 +351,24 @@ class RootContext:
             emit(EventKind.ABANDONED)
         emit(EventKind.RESET)
         self.shared.queue.commit_sealed()
+        try:
+            self.schedule.discard(self.shared.queue)  # while groups know what to reduce
+        finally:
+            lost = self._reset_groups()
+        if lost:
+            warnings.warn(
+                "gradients of earlier backwards, accumulated without communication, are dropped "
+                f"in {', '.join(map(repr, lost))}; call zero_grad() and run all micro-batches of "
+                "the step again",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _reset_groups(self) -> list[str]:
+        """Bring every group to its sharded state; return which lost gradients of ended backwards.
+
+        See ``FSDPParamGroup.reset``.
+        """
         if self._depth:  # a forward that did not end is none to prefetch by
             self.record.forward = self.record.last_forward
         self._depth = 0
@@ -363,15 +381,7 @@ class RootContext:
         for group in self.groups:  # ``Schedule.begin`` may gather from compute shards
             group.gathering.drop_full()
             group.gathering.within_step = False
-        self.schedule.discard(self.shared.queue)
-        if lost:
-            warnings.warn(
-                "gradients of earlier backwards, accumulated without communication, are dropped "
-                f"in {', '.join(map(repr, lost))}; call zero_grad() and run all micro-batches of "
-                "the step again",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        return lost
 
     # -- streams ----------------------------------------------------------------------------------
 

@@ -195,7 +195,7 @@ class Schedule:
         """Begin a root forward, or a backward; end one that raised: ranks are at one place then."""
 
     def discard(self, queue: ReductionQueue) -> None:
-        """Discard the reductions of a backward that raised."""
+        """Discard the reductions of a backward that raised, before its groups are reset."""
         queue.discard()
 
     def begin_recompute(self, begin_backward: Callable[[], None]) -> None:
