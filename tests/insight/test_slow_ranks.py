@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,7 @@ from fullshard.checkpoint import save_safetensors
 from fullshard.comm import waiting
 from fullshard.insight import OwnTimes, Phase, SlowRanks, compare_ranks, statistics
 from fullshard.policies import CanonicalOrder
-from fullshard.samehost.group import SharedWork
+from fullshard.samehost.group import SharedGroup, SharedWork
 from fullshard.sharding import fully_shard
 from support.ranks import cpu_mesh, distributed
 from support.slow_ranks import BLOCKS, Case, Clock, Net, build, run_case, train, usual_step
@@ -136,6 +137,27 @@ def test_a_rank_that_waits_in_a_gather_or_reduction_waited_there() -> None:
     names = {f"{kind} {name}" for kind in ("gather", "reduction") for name in (*BLOCKS, "(root)")}
     assert {name for name, seconds in step.waits.items() if seconds} == names
     assert sum(step.own.values()) == pytest.approx(USUAL_STEP / 1000)
+
+
+@distributed(2)
+def test_adding_what_others_sent_is_own_time_also_in_a_wait() -> None:
+    """A rank adds it as it launches the next collective, or in the wait: which one is chance."""
+    clock, delays, net, watch = watching()
+    begun = SharedGroup._begun
+
+    def begins(group: Any, number: int, collective: Any, region: torch.Tensor) -> Any:
+        def read(memory: torch.Tensor) -> None:
+            clock.pass_ms(5)
+            collective.read(memory)
+
+        return begun(group, number, replace(collective, read=read), region)
+
+    with watch, patch.object(SharedGroup, "_begun", begins):
+        train(net, delays, 3)
+    (*_, step) = watch.own_times().steps
+    assert sum(step.waits.values()) == 0
+    reductions = len(BLOCKS) + 1
+    assert sum(step.own.values()) >= (USUAL_STEP + 5 * reductions) / 1000
 
 
 @distributed(2)

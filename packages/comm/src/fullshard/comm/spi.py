@@ -42,6 +42,7 @@ from fullshard.comm.runtime.observer import (
     emit,
     mark,
     marked_wait,
+    marked_work,
 )
 from fullshard.comm.runtime.process_exit import finish_threads_at_exit
 from fullshard.comm.runtime.process_watch import (
@@ -121,6 +122,7 @@ __all__ = [
     "is_served",
     "mark",
     "marked_wait",
+    "marked_work",
     "named_range",
     "op_name",
     "own_mask",

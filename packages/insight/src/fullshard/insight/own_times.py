@@ -134,6 +134,7 @@ class OwnTimesReader:
         self._forwards: list[str] = []
         self._backward: str | None = None
         self._waits: list[str] = []
+        self._works = 0  # that began and did not end, in a wait or not
         self._files: list[str] = []
         self._in_optimizer = False
         self._after_forward = False
@@ -172,6 +173,10 @@ class OwnTimesReader:
             self._waits.append(name if kind == Mark.WAIT else f"{kind} {name}")
         elif kind == Mark.WAIT_ENDED:
             del self._waits[-1:]
+        elif kind == Mark.WORK:
+            self._works += 1
+        elif kind == Mark.WORK_ENDED:
+            self._works = max(self._works - 1, 0)  # the watch may have begun in it
         elif kind == Mark.FILES:
             self._files.append(name)
         elif kind == Mark.FILES_ENDED:
@@ -192,7 +197,7 @@ class OwnTimesReader:
     def _add(self, seconds: float) -> None:
         """Add the time since the mark before to what it belongs to."""
         step = self._step
-        if self._waits:
+        if self._waits and not self._works:
             step.waits[self._waits[0]] += seconds
         elif self._files:
             step.own[Phase.FILES, self._files[0]] += seconds

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import PeerLostError
-from fullshard.comm.spi import CHECKS, without_grad
+from fullshard.comm.spi import CHECKS, NOTHING, TIMELINES, marked_work, without_grad
 from fullshard.samehost.channel import Channel, NotHalfway, map_together
 from fullshard.samehost.collective import (
     Pending,
@@ -244,7 +244,8 @@ class SharedGroup:
                     channel.fail(
                         mismatch(collective, message, peer.rank), peer.rank, MessageKind.DIFFERS
                     )
-            collective.read(region)
+            with marked_work() if TIMELINES else NOTHING:
+                collective.read(region)
             pending.open = None
             channel.forget(pending.number)
             while self._pending and self._pending[0].open is None:

@@ -44,6 +44,7 @@ __all__ = [
     "emit",
     "mark",
     "marked_wait",
+    "marked_work",
     "observe",
 ]
 
@@ -103,6 +104,10 @@ class Mark(StrEnum):
     """This rank begins to wait for a reduction."""
     WAIT_ENDED = "wait_ended"
     """What it waited for is there."""
+    WORK = "work_begins"
+    """In a wait, this rank begins to work on what is there."""
+    WORK_ENDED = "work_ended"
+    """It has worked on it."""
     STEP = "step"
     """An optimizer's step begins."""
     STEP_ENDED = "step_ended"
@@ -257,6 +262,16 @@ def marked_wait(kind: Mark, name: str) -> Iterator[None]:
         yield
     finally:
         mark(Mark.WAIT_ENDED)
+
+
+@contextmanager
+def marked_work() -> Iterator[None]:
+    """A context in which this rank works, also if a wait surrounds it."""
+    mark(Mark.WORK)
+    try:
+        yield
+    finally:
+        mark(Mark.WORK_ENDED)
 
 
 def _drop(observer: Observer, event: Event, error: Exception) -> None:
