@@ -28,6 +28,7 @@ from fullshard.sharding.base.forward_pass import ForwardPass
 from fullshard.sharding.base.memory import addresses_of, set_data, storage_object
 from fullshard.sharding.base.policies import declares
 from fullshard.sharding.base.stand_ins import StandIns
+from fullshard.sharding.base.states import BackwardStage
 from fullshard.sharding.base.tensors import PLAIN, is_plain, tensors_in
 from fullshard.sharding.gather.strategy import BufferedUnshard, GatherInputs, Holders
 from fullshard.sharding.groups.param_group import group_of
@@ -47,6 +48,7 @@ from fullshard.sharding.reduce.strategies import PlainReduce
 
 __all__ = [
     "PLAIN",
+    "BackwardStage",
     "BufferedUnshard",
     "Comparison",
     "EarlyReduction",

@@ -25,6 +25,7 @@ from torch import nn
 
 from fullshard.sharding import FSDPParamGroup, LeaseKind, Schedule, ShardedState
 from fullshard.sharding.spi import (
+    BackwardStage,
     ForwardPass,
     ReductionQueue,
     ShardedModule,
@@ -233,7 +234,8 @@ class CanonicalOrder(Schedule):
         """
         if not group.gradients.reduced:
             _launch_reductions(group)
-        group.gradients.grads_after_reduce = False  # a second turn would be this rank's own
+        if group.gradients.reduced:  # a second turn would be this rank's own
+            group.gradients.stage = BackwardStage.REDUCED
         super().finish_backward(group, is_last=is_last)
 
     def _advance(self, end: int) -> None:

@@ -13,6 +13,7 @@ from enum import Enum
 
 __all__ = [
     "TRANSITIONS",
+    "BackwardStage",
     "IllegalTransitionError",
     "LeaseKind",
     "Leases",
@@ -51,6 +52,27 @@ class TrainingState(Enum):
 
     POST_BACKWARD = "post-backward"
     """Its gradients are being reduced."""
+
+
+class BackwardStage(Enum):
+    """How far the present backward has come in a group."""
+
+    NONE = "none"
+    """It has not reached the group."""
+
+    REACHED = "reached"
+    """It reached the outputs of a forward of the group."""
+
+    GRADIENT = "gradient"
+    """It reached a parameter, and no output before; see [Note: unannounced backward]."""
+
+    REDUCED = "reduced"
+    """The group reduced its gradients."""
+
+    REACHED_AGAIN = "reached again"
+    """After that it reached a forward, whose gradients are still to be reduced."""
+
+    __hash__ = object.__hash__  # as above
 
 
 class IllegalTransitionError(AssertionError):

@@ -18,7 +18,13 @@ from fullshard.comm.spi import LISTENERS, emit
 from fullshard.sharding.base.compat import not_pickled, untraced
 from fullshard.sharding.base.forward_pass import ForwardPass, ParameterGeneration, Root
 from fullshard.sharding.base.policies import Policies
-from fullshard.sharding.base.states import LeaseKind, Leases, ShardedState, TrainingState
+from fullshard.sharding.base.states import (
+    BackwardStage,
+    LeaseKind,
+    Leases,
+    ShardedState,
+    TrainingState,
+)
 from fullshard.sharding.extension import EXTENSIONS, GroupExtension, made_by
 from fullshard.sharding.gather.gathering import Gathering
 from fullshard.sharding.gather.strategy import Holders
@@ -191,8 +197,7 @@ class FSDPParamGroup:
         """Hold the group for the backward of a forward."""
         self.leases.claim(LeaseKind.BACKWARD, forward_pass.number)
         self._begun.add(forward_pass)
-        self.gradients.in_backward = True
-        self.gradients.grads_after_reduce |= self.gradients.reduced
+        self.gradients.reach()
 
     @not_pickled
     @untraced
@@ -203,8 +208,8 @@ class FSDPParamGroup:
         may be made of other tensors: one that a module kept, or a penalty on a parameter. Then the
         first gradient announces the backward, so that its end reduces the group.
         """
-        if not self.gradients.in_backward:
-            self.gradients.in_backward = self.gradients.unannounced = True
+        if self.gradients.stage in (BackwardStage.NONE, BackwardStage.GRADIENT):
+            self.gradients.stage = BackwardStage.GRADIENT
             for root in self.live_roots:
                 root.enter_backward()
 
@@ -322,20 +327,21 @@ class FSDPParamGroup:
         """
         gradients, leases = self.gradients, self.leases
         unsharding = self.gathering.state is ShardedState.UNSHARDING
-        if unsharding or not (gradients.in_backward or keep):
+        if unsharding or (gradients.stage is BackwardStage.NONE and not keep):
             leases.drop(LeaseKind.USER)  # else it was taken after this backward was done
         self._close_begun_passes()
         if leases.out:
             leases.drop(LeaseKind.BACKWARD, LeaseKind.RECOMPUTE)
             if not keep_ahead:
                 leases.drop(LeaseKind.PREFETCH)
-        if gradients.unannounced:  # the graph that holds it may live on, and hide the gradients
+        if gradients.stage is BackwardStage.GRADIENT:
+            # the graph that holds it may live on, and hide the gradients
             leases.drop(LeaseKind.GRAPH, LeaseKind.KEPT)
-        if gradients.reduced and not gradients.grads_after_reduce:
+        if gradients.stage is BackwardStage.REDUCED:
             if self.gathering.state is not ShardedState.SHARDED:
                 self.release_backward(0, keep=keep)
             return ()
-        reached = gradients.in_backward or gradients.in_unsynced_backward
+        reached = gradients.stage is not BackwardStage.NONE or gradients.in_unsynced_backward
         reached = reached or gradients.waiting or gradients.strategy.owes
         ready = gradients.pop_ready(reduce=reached)
         self.release_backward(0, keep=reached and keep)

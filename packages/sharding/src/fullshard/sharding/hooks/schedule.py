@@ -17,7 +17,7 @@ from typing import Protocol
 from torch import nn
 
 from fullshard.sharding.base.forward_pass import ForwardPass
-from fullshard.sharding.base.states import LeaseKind
+from fullshard.sharding.base.states import BackwardStage, LeaseKind
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.reduce.launched import ReadyReductions
 from fullshard.sharding.reduce.reduction import ReductionQueue
@@ -245,7 +245,8 @@ class Schedule:
         if self.before_reduction is not None:
             self.before_reduction()
         last, gradients = group.note_pass_ended(forward_pass), group.gradients
-        gradients.grads_after_reduce |= gradients.reduced and not last
+        if gradients.stage is BackwardStage.REDUCED and not last:
+            gradients.reach()
         ready = gradients.pop_ready(reduce=last)
         group.release_backward(forward_pass.number, keep=group.full_after_backward)
         self.launch(group, ready)

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from fullshard.sharding.base.compat import gradients_of, without_torch_function
+from fullshard.sharding.base.states import BackwardStage
 from fullshard.sharding.mesh.placements import EarlyReduction
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import WireForms
@@ -37,6 +38,8 @@ from fullshard.sharding.reduce.setups import ReductionSetups
 
 __all__ = ["GroupGradients"]
 
+_UNREDUCED = (BackwardStage.REACHED, BackwardStage.GRADIENT)
+_REDUCED = (BackwardStage.REDUCED, BackwardStage.REACHED_AGAIN)
 _requires_grad = attrgetter("requires_grad")
 _NEVER = nn.Parameter(torch.empty(0), requires_grad=False)  # has no gradient
 
@@ -49,13 +52,9 @@ class GroupGradients(ReductionSetups):
         waits_for_last: whether placements let the present backward leave its gradients here.
         has_unreduced: whether such backwards left any here.
         reductions: reductions that were ready so far.
-        in_backward: whether the present backward reached a forward of the group.
+        stage: how far the present backward has come.
         in_unsynced_backward: whether a backward without synchronisation reached the group since the
             last reduction; this is equal on all ranks, but the set of gradients may differ.
-        unannounced: whether a gradient was the first that the group knew of the backward.
-        reduced: whether the present backward reduced the group.
-        grads_after_reduce: whether it reached a forward of the group after that, whose gradients
-            are still to be reduced.
         early_reduction: what a backward reduces that is not the last of a step.
     """
 
@@ -67,7 +66,7 @@ class GroupGradients(ReductionSetups):
         self.synchronises, self.waits_for_last = True, False
         self.has_unreduced = False
         self.reductions = 0
-        self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
+        self.stage = BackwardStage.NONE
         self.in_unsynced_backward = False
         self.early_reduction = EarlyReduction.ALL
         # which parameters were trained in backwards that left gradients here; equal on all ranks
@@ -95,6 +94,18 @@ class GroupGradients(ReductionSetups):
     def reduces(self) -> bool:
         """Whether a backward reduces."""
         return self.synchronises and not self.waits_for_last
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the present backward reduced the group."""
+        return self.stage in _REDUCED
+
+    def reach(self) -> None:
+        """Note that the present backward reached a forward of the group."""
+        if self.stage is BackwardStage.NONE:
+            self.stage = BackwardStage.REACHED
+        elif self.stage is BackwardStage.REDUCED:
+            self.stage = BackwardStage.REACHED_AGAIN
 
     @property
     def synced(self) -> tuple[bool, bool]:
@@ -127,7 +138,7 @@ class GroupGradients(ReductionSetups):
         if not (reduce and self.reduces):
             self._stash()
             return ()
-        self.reduced, self.grads_after_reduce = True, False
+        self.stage = BackwardStage.REDUCED
         self.in_unsynced_backward = False
         gradients, trainable = self._pop_grads()
         if self._trained_before:
@@ -168,7 +179,7 @@ class GroupGradients(ReductionSetups):
             empty string. The other groups end first, as on ranks without an error.
         """
         self.has_unreduced, late = self.waiting, ""
-        if self.has_unreduced and self.reduced and not self.grads_after_reduce:
+        if self.has_unreduced and self.stage is BackwardStage.REDUCED:
             late = ", ".join(
                 [p.name for p in self.params if p in self._sums or p.autograd_grad is not None]
             )
@@ -178,10 +189,10 @@ class GroupGradients(ReductionSetups):
             self._trained_before.clear()
         elif not self.reduces:  # also if only other ranks used the group
             self._trained_before.add(self._trainable())
-        self.in_unsynced_backward |= self.in_backward and not self.reduced
+        self.in_unsynced_backward |= self.stage in _UNREDUCED
         if self.strategy.has_second_reduction:
             self.strategy.end_of_backward()
-        self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
+        self.stage = BackwardStage.NONE
         return late and (
             f"{late} received a gradient after parameter group {self.name!r} had been "
             "reduced, so the sharded gradient lacks it; give the module's inputs a path to every "
@@ -194,14 +205,15 @@ class GroupGradients(ReductionSetups):
 
         A gradient that arrived after the reduction of the group is an error, which that raises.
         """
-        still_to_reduce, unannounced = self.grads_after_reduce, self.unannounced
-        if self.reduced and not still_to_reduce and self.waiting:
+        stage = self.stage
+        if stage is BackwardStage.REDUCED and self.waiting:
             return
-        if self.in_backward and not self.reduced:
+        if stage in _UNREDUCED:
             self._trained_before.add(self._trainable())
         self.end_of_backward()
-        self.in_unsynced_backward |= still_to_reduce
-        self.unannounced = unannounced
+        self.in_unsynced_backward |= stage is BackwardStage.REACHED_AGAIN
+        if stage is BackwardStage.GRADIENT:  # ``finish_backward`` has yet to see it
+            self.stage = stage
 
     def abandon(self) -> bool:
         """Drop the gradients of an unfinished backward, and those of earlier ones without sync.
@@ -216,7 +228,7 @@ class GroupGradients(ReductionSetups):
         for param in self.params:
             param.drop_gradient()
         self.strategy.abandon()
-        self.in_backward = self.unannounced = self.reduced = self.grads_after_reduce = False
+        self.stage = BackwardStage.NONE
         return lost
 
     def forget(self, replaced: Collection[FSDPParam]) -> None:
