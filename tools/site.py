@@ -111,7 +111,7 @@ def folded(text: str) -> str:
 
 
 def with_sources(text: str) -> str:
-    """The page that follows a step, with the source of each stop below it."""
+    """A page that follows a step, with the source of each stop below it."""
 
     def show(found: re.Match[str]) -> str:
         name = f"fullshard.{found[1].replace('/', '.')}.{found[2]}"
@@ -151,7 +151,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     in_site = page.file.src_uri
     if in_site == "features.md":
         markdown = folded(markdown)
-    if in_site == "concepts/reading-one-step.md":
+    if in_site in ("concepts/reading-one-step.md", "concepts/shared-memory.md"):
         markdown = with_sources(markdown)
     return rewritten(markdown, sources.get(in_site, f"docs/{in_site}"), shown)
 

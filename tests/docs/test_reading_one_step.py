@@ -6,6 +6,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from support.ranks import run_on_ranks
 from support.wide.fake import fake_world
 
 PAGE = ROOT / "docs" / "concepts" / "reading-one-step.md"
+SHARED = ROOT / "docs" / "concepts" / "shared-memory.md"
 PHASES = ("Forward", "Backward", "Optimizer")
 STOPS = 20
+WORDS = 1200
 
 Calls = dict[str, list[str]]
 
@@ -71,14 +74,14 @@ def _over_a_process_group() -> Calls:
         return trace_step()
 
 
-def _listed(section: str) -> list[str]:
-    """Return the functions that a section of the page names, in its order."""
-    (text,) = re.findall(rf"(?ms)^## {section}$(.*?)(?=^## |\Z)", PAGE.read_text())
+def _listed(section: str, page: Path = PAGE) -> list[str]:
+    """Return the functions that a section of a page names, in its order."""
+    (text,) = re.findall(rf"(?ms)^## {section}$(.*?)(?=^## |\Z)", page.read_text())
     return re.findall(r"(?m)^\d+\. `([\w/]+\.py:[\w.<>]+)`", text)
 
 
 def _assert_in_order(listed: list[str], calls: list[str]) -> None:
-    assert len(listed) >= 2
+    assert listed
     rest = iter(calls)
     for name in listed:
         assert name in calls, f"{name} does not run in this phase"
@@ -86,22 +89,27 @@ def _assert_in_order(listed: list[str], calls: list[str]) -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_what_a_section_lists_runs_in_that_order_where_ranks_share_memory(phase: str) -> None:
-    _assert_in_order(_listed(phase), _on_two_ranks()[phase])
+def test_what_a_section_lists_runs_in_that_order_over_a_process_group(phase: str) -> None:
+    _assert_in_order(_listed(phase), _over_a_process_group()[phase])
 
 
-def test_what_the_last_section_lists_runs_in_that_order_over_a_process_group() -> None:
-    calls, listed = _over_a_process_group(), _listed("Over a process group")
-    _assert_in_order(listed, [*calls["Forward"], *calls["Backward"]])
-    shared = _on_two_ranks()
-    assert not set(listed) & {*shared["Forward"], *shared["Backward"]}
+def test_what_differs_where_ranks_share_memory_runs_in_that_order_there_alone() -> None:
+    listed = _listed("The stops that differ", SHARED)
+    shared, other = _on_two_ranks(), _over_a_process_group()
+    _assert_in_order(listed, [*shared["Forward"], *shared["Backward"]])
+    assert not set(listed) & {*other["Forward"], *other["Backward"]}
 
 
 def test_a_reader_follows_few_stops() -> None:
     assert sum(len(_listed(phase)) for phase in PHASES) <= STOPS
 
 
-def test_every_file_that_the_page_names_is_there() -> None:
-    files = set(re.findall(r"`((?:comm|sharding)/[\w/]+\.py)", PAGE.read_text()))
+def test_a_reader_has_few_words_to_read() -> None:
+    assert len(PAGE.read_text().split()) <= WORDS
+
+
+@pytest.mark.parametrize("page", [PAGE, SHARED], ids=lambda page: page.stem)
+def test_every_file_that_the_page_names_is_there(page: Path) -> None:
+    files = set(re.findall(r"`((?:comm|sharding|samehost)/[\w/]+\.py)", page.read_text()))
     assert files
     assert [file for file in files if not list(ROOT.glob(f"packages/*/src/fullshard/{file}"))] == []
