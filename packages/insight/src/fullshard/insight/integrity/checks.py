@@ -245,7 +245,7 @@ class IntegrityChecks:
         """Raise, on all ranks, if gradients of earlier backwards wait for a reduction."""
         for group in self._groups():
             gradients = group.gradients
-            if gradients.in_unsynced_backward or gradients.strategy.unsynced:
+            if gradients.in_unsynced_backward or gradients.setups.strategy.unsynced:
                 raise RuntimeError(
                     f"twice() found gradients of {group.name or 'the root'} that are not reduced, "
                     f"{when}: a computation that is repeated would add to them twice"
@@ -279,10 +279,12 @@ class IntegrityChecks:
             specs = tuple([param.grad_spec for param in group.params])
             return Parts(names, rank_major(specs, ranks, len(names)))
 
-        self._replaced.append((group, group.gathering.config.comm, group.gradients.settings.comm))
+        self._replaced.append(
+            (group, group.gathering.config.comm, group.gradients.setups.settings.comm)
+        )
         name = group.name or "the root"
         group.gathering.set_comm(self.all_gather(name, gathered, self._findings))
-        group.gradients.change(comm=self.reduce_scatter(name, reduced, self._findings))
+        group.gradients.setups.change(comm=self.reduce_scatter(name, reduced, self._findings))
 
     def _put_back(self) -> None:
         """Let each group gather and reduce as it did before ``begin``."""
@@ -291,7 +293,7 @@ class IntegrityChecks:
         replaced, self._replaced = self._replaced, []
         for group, all_gather, reduce_scatter in replaced:
             group.gathering.set_comm(all_gather)
-            group.gradients.change(comm=reduce_scatter)
+            group.gradients.setups.change(comm=reduce_scatter)
 
     def _at_rest(self) -> Iterator[_AtRest]:
         """Yield this rank's part of all that a step changes."""

@@ -115,7 +115,7 @@ class CommSettings:
                 _allocate_by(group, ProcessGroupAllocator(process_group), reductions=True)
             else:
                 group.gathering.set_comm(group.policies.wire.all_gather(process_group))
-                group.gradients.change(comm=None)
+                group.gradients.setups.change(comm=None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Take gather buffers from symmetric memory; reduction buffers too if only sums are asked.
@@ -139,7 +139,7 @@ class CommSettings:
                     f"computes on {group.device}"
                 )
             allocator = SymmetricMemoryAllocator(group.mesh_info.shard_process_group)
-            _allocate_by(group, allocator, reductions=group.gradients.settings.force_sum)
+            _allocate_by(group, allocator, reductions=group.gradients.setups.settings.force_sum)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Ask the backend for sums only, scaled by ourselves. Not recursive.
@@ -232,7 +232,7 @@ class CommSettings:
                 if ranks not in made:
                     made[ranks] = new_subgroup(ranks, shared, group.device)
                 chosen = made[ranks]
-            group.gradients.change(process_group=chosen)
+            group.gradients.setups.change(process_group=chosen)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
@@ -259,17 +259,17 @@ class CommSettings:
 
 def _reduce_with(module: object, recurse: bool, **settings: Any) -> None:
     for group in groups_of(module, recurse):
-        group.gradients.change(**settings)
+        group.gradients.setups.change(**settings)
 
 
 def _allocate_by(group: FSDPParamGroup, allocator: Allocator, *, reductions: bool) -> None:
     group.gathering.set_comm(DefaultAllGather(allocator=allocator))
     if reductions:
-        group.gradients.change(comm=DefaultReduceScatter(allocator=allocator))
+        group.gradients.setups.change(comm=DefaultReduceScatter(allocator=allocator))
 
 
 def _require_default(group: FSDPParamGroup, call: str) -> None:
-    comms = (group.gathering.config.comm, group.gradients.comm)
+    comms = (group.gathering.config.comm, group.gradients.setups.comm)
     if not isinstance(comms[0], DefaultAllGather) or not isinstance(comms[1], DefaultReduceScatter):
         raise ValueError(
             f"{call}() chooses where the default collectives allocate, but "

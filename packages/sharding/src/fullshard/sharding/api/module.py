@@ -118,7 +118,7 @@ class FSDPModule(CommSettings, StepSettings, _Original):
         require_bool("requires_gradient_sync", requires_gradient_sync)
         for group in groups_of(self, recurse):
             group.gradients.synchronises = requires_gradient_sync
-            group.gradients.strategy.synchronise(requires_gradient_sync)
+            group.gradients.setups.strategy.synchronise(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Turn the all-reduce over replicas on or off, on a 2-D mesh.
@@ -134,7 +134,7 @@ class FSDPModule(CommSettings, StepSettings, _Original):
         """
         require_bool("requires_all_reduce", requires_all_reduce)
         for group in groups_of(self, recurse):
-            group.gradients.strategy.synchronise(requires_all_reduce)
+            group.gradients.setups.strategy.synchronise(requires_all_reduce)
 
     # -- errors -----------------------------------------------------------------------------------
 

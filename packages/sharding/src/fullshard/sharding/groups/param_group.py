@@ -107,13 +107,13 @@ class FSDPParamGroup:
 
     def rename(self, name: str) -> None:
         """Give it its name: the full name of its module."""
-        self.name = self.gathering.name = self.gradients.name = name
+        self.name = self.gathering.name = self.gradients.setups.name = name
 
     def share(self, shared: RootComm) -> None:
         """Make the group run on the streams of its root and queue its reductions there."""
         self.shared = shared
         self.gathering.share(shared.streams, shared.source)
-        self.gradients.share(shared)
+        self.gradients.setups.share(shared)
 
     def adopt_registered(self, params: Sequence[FSDPParam] | None = None) -> None:
         """Adopt the parameters that the modules hold now; see ``Gathering.adopt_registered``."""
@@ -342,7 +342,7 @@ class FSDPParamGroup:
                 self.release_backward(0, keep=keep)
             return ()
         reached = gradients.stage is not BackwardStage.NONE or gradients.in_unsynced_backward
-        reached = reached or gradients.waiting or gradients.strategy.owes
+        reached = reached or gradients.waiting or gradients.setups.strategy.owes
         ready = gradients.pop_ready(reduce=reached)
         self.release_backward(0, keep=reached and keep)
         return ready

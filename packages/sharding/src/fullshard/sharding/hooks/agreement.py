@@ -174,7 +174,7 @@ def _signature(
                 f"requires_grad={param.sharded.requires_grad}"
             )
         lines.append(_size_of(group, say))
-        settings = group.gradients.settings
+        settings = group.gradients.setups.settings
         lines.append(
             f"parameter group {say(group.name)!r} with "
             f"sums only: {settings.force_sum}, hosts: {getattr(group.policies.wire, 'hosts', None)}"

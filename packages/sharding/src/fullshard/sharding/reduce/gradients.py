@@ -44,10 +44,12 @@ _requires_grad = attrgetter("requires_grad")
 _NEVER = nn.Parameter(torch.empty(0), requires_grad=False)  # has no gradient
 
 
-class GroupGradients(ReductionSetups):
+class GroupGradients:
     """The gradients of one group.
 
     Attributes:
+        params: the group's.
+        setups: how they are reduced.
         synchronises: whether the user lets backwards reduce (``set_requires_gradient_sync``).
         waits_for_last: whether placements let the present backward leave its gradients here.
         has_unreduced: whether such backwards left any here.
@@ -62,7 +64,8 @@ class GroupGradients(ReductionSetups):
         self, params: Sequence[FSDPParam], device: torch.device, shared: RootComm, wire: WireForms
     ) -> None:
         """Start with none."""
-        super().__init__(params, device, shared, wire)
+        self.params = params
+        self.setups = ReductionSetups(params, device, shared, wire)
         self.synchronises, self.waits_for_last = True, False
         self.has_unreduced = False
         self.reductions = 0
@@ -83,12 +86,12 @@ class GroupGradients(ReductionSetups):
         """Note whether the next backward is the last of a step; others reduce less if so asked."""
         waits = EarlyReduction.ALL if is_last else self.early_reduction
         self.waits_for_last = waits is EarlyReduction.NONE
-        self.strategy.wait_for_last(waits is EarlyReduction.FIRST)
+        self.setups.strategy.wait_for_last(waits is EarlyReduction.FIRST)
 
     @property
     def unsynced(self) -> bool:
         """Whether there are gradients of successful backwards that are not reduced yet."""
-        return self.has_unreduced or self.strategy.unsynced
+        return self.has_unreduced or self.setups.strategy.unsynced
 
     @property
     def reduces(self) -> bool:
@@ -110,12 +113,12 @@ class GroupGradients(ReductionSetups):
     @property
     def synced(self) -> tuple[bool, bool]:
         """Whether a backward reduces now, and whether its reductions give gradients."""
-        return self.reduces, self.strategy.gives_gradients
+        return self.reduces, self.setups.strategy.gives_gradients
 
     @contextmanager
     def synced_as(self, synced: tuple[bool, bool]) -> Iterator[None]:
         """Reduce in the block as when ``synced`` was read."""
-        strategy = self.strategy
+        strategy = self.setups.strategy
         now = self.synchronises, self.waits_for_last, strategy.gives_gradients
         reduces, strategy.gives_gradients = synced
         self.synchronises, self.waits_for_last = reduces, not reduces
@@ -144,7 +147,7 @@ class GroupGradients(ReductionSetups):
         if self._trained_before:
             trainable = tuple(map(any, zip(trainable, *self._trained_before, strict=True)))
         ready = self._reductions_of(trainable, gradients)
-        if self.strategy.has_second_reduction and self.strategy.owes:
+        if self.setups.strategy.has_second_reduction and self.setups.strategy.owes:
             ready = [*ready, *self._other_partials([setup.params for setup, _ in ready])]
         self.reductions += len(ready)
         return ready
@@ -153,9 +156,7 @@ class GroupGradients(ReductionSetups):
         self, trainable: tuple[bool, ...], gradients: list[torch.Tensor | None]
     ) -> ReadyReductions:
         """Return the reductions of ``gradients``, one of each parameter of the group."""
-        setups = self._setups.get(trainable)
-        if setups is None:
-            setups = self._make_setups(trainable)
+        setups = self.setups.of(trainable)
         if len(setups) == 1 and len(setups[0].indices) == len(gradients):
             return ((setups[0], gradients),)  # as most are
         return [(each, [gradients[index] for index in each.indices]) for each in setups]
@@ -165,7 +166,7 @@ class GroupGradients(ReductionSetups):
 
         Parameters were frozen, or trained again, between the backwards of a step.
         """
-        others = [params for params in self.strategy.partial_params if params not in reduced]
+        others = [params for params in self.setups.strategy.partial_params if params not in reduced]
         masks = [tuple([param in params for param in self.params]) for params in others]
         return [
             each for mask in masks for each in self._reductions_of(mask, [None] * len(self.params))
@@ -190,11 +191,11 @@ class GroupGradients(ReductionSetups):
         elif not self.reduces:  # also if only other ranks used the group
             self._trained_before.add(self._trainable())
         self.in_unsynced_backward |= self.stage in _UNREDUCED
-        if self.strategy.has_second_reduction:
-            self.strategy.end_of_backward()
+        if self.setups.strategy.has_second_reduction:
+            self.setups.strategy.end_of_backward()
         self.stage = BackwardStage.NONE
         return late and (
-            f"{late} received a gradient after parameter group {self.name!r} had been "
+            f"{late} received a gradient after parameter group {self.setups.name!r} had been "
             "reduced, so the sharded gradient lacks it; give the module's inputs a path to every "
             "output that is used, or shard the part that has none by itself; under torch.autocast, "
             "which caches casts of parameters, use one region per call, or cache_enabled=False"
@@ -227,7 +228,7 @@ class GroupGradients(ReductionSetups):
         self.has_unreduced = self.in_unsynced_backward = False
         for param in self.params:
             param.drop_gradient()
-        self.strategy.abandon()
+        self.setups.strategy.abandon()
         self.stage = BackwardStage.NONE
         return lost
 
@@ -242,15 +243,16 @@ class GroupGradients(ReductionSetups):
             total = self.take_of(param)
             self.set_grad(param, None if param in replaced else total)
         self.has_unreduced = self.waiting
-        if self.strategy.unsynced:
-            self.strategy.abandon()
+        if self.setups.strategy.unsynced:
+            self.setups.strategy.abandon()
             warnings.warn(
-                f"parameters of {self.name!r} were replaced or changed their dtype, so gradients "
-                "that were reduced over one axis of the mesh are dropped; do so between steps",
+                f"parameters of {self.setups.name!r} were replaced or changed their dtype, so "
+                "gradients that were reduced over one axis of the mesh are dropped; do so between "
+                "steps",
                 RuntimeWarning,
                 stacklevel=3,
             )
-        self._setups.clear()
+        self.setups.forget()
 
     # -- gradients that no reduction has taken ----------------------------------------------------
 

@@ -26,9 +26,10 @@ from fullshard.sharding.reduce.launched import ReduceSettings, ReductionSetup
 from fullshard.sharding.reduce.reduction import RootComm
 from fullshard.sharding.reduce.strategies import (
     AliasReduce,
-    HybridReduce,
     PlainReduce,
-    TwoLevelReduce,
+    TwoReductions,
+    over_replicas,
+    over_second_axis,
 )
 
 __all__ = ["ReductionSetups"]
@@ -57,9 +58,9 @@ class ReductionSetups:
         self.settings = ReduceSettings(process_group=mesh_info.shard_process_group)
         self.strategy = PlainReduce()
         if isinstance(mesh_info, TwoLevelMeshInfo):
-            self.strategy = TwoLevelReduce(mesh_info.second.shard_process_group)
+            self.strategy = TwoReductions(over_second_axis(mesh_info.second.shard_process_group))
         elif isinstance(mesh_info, HSDPMeshInfo):
-            self.strategy = HybridReduce(mesh_info.replicate_process_group)
+            self.strategy = TwoReductions(over_replicas(mesh_info.replicate_process_group))
         self._setups: dict[tuple[bool, ...], Sequence[ReductionSetup]] = {}
 
     def share(self, shared: RootComm) -> None:
@@ -77,11 +78,19 @@ class ReductionSetups:
         """The collective that reduces them."""
         return self._default_comm if self.settings.comm is None else self.settings.comm
 
-    def _make_setups(self, trainable: tuple[bool, ...]) -> Sequence[ReductionSetup]:
-        """Return how ``trainable`` parameters are reduced; cached while the settings stay.
+    def forget(self) -> None:
+        """Make the reductions again: dtypes or parameters changed."""
+        self._setups.clear()
 
-        There is a reduction per reduce dtype.
+    def of(self, trainable: tuple[bool, ...]) -> Sequence[ReductionSetup]:
+        """Return how ``trainable`` parameters are reduced: a reduction per reduce dtype.
+
+        The reductions are kept while the settings stay.
         """
+        setups = self._setups.get(trainable)
+        return self._made(trainable) if setups is None else setups
+
+    def _made(self, trainable: tuple[bool, ...]) -> Sequence[ReductionSetup]:
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, param in enumerate(self.params):
             if trainable[index]:

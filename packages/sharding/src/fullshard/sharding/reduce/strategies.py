@@ -1,11 +1,11 @@
-"""The ways to reduce, one class each, chosen once.
+"""The ways to reduce, chosen once.
 
 [Note: reduce strategies] ``PlainReduce`` is the contract, and the identity: what a collective's
 ``ReducePlan`` launches is the whole reduction. ``AliasReduce`` uses the gradients of a world of one
-directly. ``HybridReduce`` also reduces over replicas (HSDP). ``TwoLevelReduce`` reduces over one
-axis of a mesh, then over the other, and cuts each time. The engine asks a strategy only whether
-a second reduction follows the reduce-scatter, where torch's ``fully_shard`` passes flags and
-optional groups down one long function.
+directly. ``TwoReductions`` follows a reduction over one axis of a mesh with another over the other:
+``over_replicas`` (HSDP) adds up, ``over_second_axis`` cuts again. The engine asks a strategy only
+whether a second reduction follows the reduce-scatter, where torch's ``fully_shard`` passes flags
+and optional groups down one long function.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from fullshard.sharding.params.param import FSDPParam
 __all__ = [
     "AliasReduce",
     "Gradients",
-    "HybridReduce",
     "InFlight",
     "Launch",
     "PlainReduce",
-    "TwoLevelReduce",
     "TwoReductions",
+    "over_replicas",
+    "over_second_axis",
 ]
 
 Gradients = list[torch.Tensor | None]
@@ -163,6 +163,8 @@ class AliasReduce(PlainReduce):
 
 _Key = tuple[tuple[FSDPParam, ...], torch.dtype]  # which parameters, in which dtype
 _Follower = Callable[..., AllReduceInFlight]  # of a reduction, and ``partial=`` to add before
+Follows = Callable[[ReducePlan, tuple[FSDPParam, ...], ReduceScaling], _Follower]
+"""Returns the function that launches the second reduction after one of the plan, scaled."""
 
 
 class TwoReductions(PlainReduce):
@@ -174,9 +176,9 @@ class TwoReductions(PlainReduce):
 
     has_second_reduction = True
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
-        """Start with the second reduction on. ``process_group``: of the other axis."""
-        self._process_group = process_group
+    def __init__(self, follows: Follows) -> None:
+        """Start with the second reduction on. ``follows``: makes it, for each plan."""
+        self._follows = follows
         self._synchronises, self._waits_for_last = True, False
         self._partial: dict[_Key, torch.Tensor] = {}
         self._begun: list[tuple[_Key, ReduceInFlight]] = []  # partial ones, in this backward
@@ -205,14 +207,7 @@ class TwoReductions(PlainReduce):
         scaling: ReduceScaling,
     ) -> Launch:
         """Return a function whose results are reduced again, or kept for a later reduction."""
-        follow = self._follower(plan, params, scaling)
-        return partial(self._launch, plan, params, follow)
-
-    def _follower(
-        self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
-    ) -> _Follower:
-        """Return the function that launches the second reduction, after one of ``plan``."""
-        raise NotImplementedError
+        return partial(self._launch, plan, params, self._follows(plan, params, scaling))
 
     def _launch(
         self,
@@ -273,40 +268,38 @@ class TwoReductions(PlainReduce):
         self._sent_any = False
 
 
-class HybridReduce(TwoReductions):
-    """Shards are replicated (HSDP): each reduced shard is averaged over its replicas."""
+def over_replicas(process_group: dist.ProcessGroup) -> Follows:
+    """Return what follows where shards are replicated (HSDP): each is averaged over replicas."""
 
-    def _follower(
-        self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
+    def follows(
+        plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
     ) -> _Follower:
-        """Return the function that launches an all-reduce over replicas."""
-        return partial(all_reduce_shards, process_group=self._process_group, scaling=scaling)
+        return partial(all_reduce_shards, process_group=process_group, scaling=scaling)
+
+    return follows
 
 
-class TwoLevelReduce(TwoReductions):
-    """Shards are cut again over the second axis of the mesh: another reduce-scatter follows."""
+def over_second_axis(process_group: dist.ProcessGroup) -> Follows:
+    """Return what follows where shards are cut again over ``process_group``: a reduce-scatter."""
+    comm, ranks = default_reduce_scatter(process_group), process_group.size()
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
-        """Start with the second reduction on. ``process_group``: of the second axis."""
-        super().__init__(process_group)
-        self._comm = default_reduce_scatter(process_group)
-
-    def _follower(
-        self, plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
+    def follows(
+        plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
     ) -> _Follower:
-        """Return the function that launches the reduction over the second axis."""
-        ranks, dtype = self._process_group.size(), plan.layout.buffer.dtype
+        dtype = plan.layout.buffer.dtype
         mask = TensorSpec(shape=(ranks, plan.layout.mask_numel), dtype=dtype, dim=0)
         specs = tuple([param.sharding.second_cut.spec_in(dtype) for param in params])
         config = replace(
             plan.config,
-            comm=self._comm,
-            process_group=self._process_group,
+            comm=comm,
+            process_group=process_group,
             scaling=replace(scaling, pre=1.0),
             name=f"{plan.config.name} (second level)",
         )
         second = ReducePlan(rank_major((*specs, mask), ranks, 0), config)
         return partial(SecondReduceInFlight, plan=second, second_of=partial(_to_second, params))
+
+    return follows
 
 
 def _to_second(

@@ -64,10 +64,10 @@ def reduce_by_hook(module: FSDPModule, hook: Callable[..., Any], state: object) 
     for each in the_states(module, recurse=False):
         for group in each.own_groups:
             if group.mesh_info.shard_mesh_dim is not None:
-                group.gradients.change(comm=HookedReduceScatter(hook, state))
+                group.gradients.setups.change(comm=HookedReduceScatter(hook, state))
             else:
-                group.gradients.strategy = PlainReduce()
-                group.gradients.change(hook=_in_place(hook, state))
+                group.gradients.setups.strategy = PlainReduce()
+                group.gradients.setups.change(hook=_in_place(hook, state))
 
 
 def _in_place(hook: Callable[..., Any], state: object) -> Callable[[torch.Tensor], None]:
