@@ -17,7 +17,6 @@ from fullshard.comm import (
     EventKind,
     EventLog,
     Layout,
-    StatisticsObserver,
     TensorSpec,
     default_reduce_scatter,
     foreach_reduce,
@@ -123,21 +122,6 @@ def test_what_cannot_observe_is_refused() -> None:
     message = r"object, which is no Observer: .* on_event\(event\)"
     with pytest.raises(TypeError, match=message), observe(object()):  # type: ignore[arg-type]
         pass
-
-
-def test_statistics_count_events_and_bytes_of_every_kind() -> None:
-    counts = StatisticsObserver()
-    with observe(counts):
-        emit(EventKind.ALL_GATHER, nbytes=10)
-        emit(EventKind.ALL_GATHER, nbytes=5)
-        emit(EventKind.RESHARD)
-    statistics = counts.statistics()
-    assert statistics.counts[EventKind.ALL_GATHER] == 2
-    assert statistics.nbytes[EventKind.ALL_GATHER] == 15
-    assert statistics.counts[EventKind.REDUCE_SCATTER] == 0
-    assert sum(statistics.counts.values()) == 3
-    lines = [line.split() for line in str(statistics).splitlines()]
-    assert lines == [["event", "count", "bytes"], ["reshard", "1", "0"], ["all_gather", "2", "15"]]
 
 
 @distributed(2)

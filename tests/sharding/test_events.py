@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.comm import EventKind, EventLog, StatisticsObserver, observe
+from fullshard.comm import EventKind, EventLog, observe
+from fullshard.insight import StatisticsObserver
 from fullshard.policies import DepthPrefetch
 from support.events.models import DIM, batch, leaf_batch, make_net
 from support.events.recorder import (

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import EventKind, StatisticsObserver, observe
+from fullshard.comm import EventKind, observe
+from fullshard.insight import StatisticsObserver
 from fullshard_bench.contestants.training import Trainee
 from fullshard_bench.launching.arena import Arena
 from fullshard_bench.launching.network import bytes_sent

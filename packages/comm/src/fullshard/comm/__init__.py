@@ -28,12 +28,10 @@ from fullshard.comm.layouts.scaling import ReduceOp, ReduceScaling, reduction_sc
 from fullshard.comm.runtime.marked_blocks import file_access, waiting
 from fullshard.comm.runtime.observer import (
     CollectiveMismatchError,
-    CommStatistics,
     Event,
     EventKind,
     EventLog,
     Observer,
-    StatisticsObserver,
     check_collective,
     observe,
 )
@@ -67,7 +65,6 @@ __all__ = [
     "BufferSpec",
     "CachingAllocator",
     "CollectiveMismatchError",
-    "CommStatistics",
     "CommStreams",
     "DefaultAllGather",
     "DefaultReduceScatter",
@@ -89,7 +86,6 @@ __all__ = [
     "ReduceScatter",
     "ReducedShards",
     "SelfTransport",
-    "StatisticsObserver",
     "SymmetricMemoryAllocator",
     "TensorSpec",
     "Transport",

@@ -6,6 +6,7 @@ Owns ``statistics`` and ``SlowRanks``, which read the counters and marks of ``fu
 replica groups. None changes the values of a step.
 """
 
+from fullshard.insight.counting import CommStatistics, StatisticsObserver
 from fullshard.insight.debugging import debug_mode, set_debug_mode
 from fullshard.insight.gather_checks import GatherChecks, ParametersChangedError
 from fullshard.insight.integrity.checks import IntegrityChecks, IntegrityPolicy
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 EXTENSIONS.append(GatherChecks)
 
 __all__ = [
+    "CommStatistics",
     "DamagedNumbersError",
     "Finding",
     "GatherChecks",
@@ -46,6 +48,7 @@ __all__ = [
     "SlowRank",
     "SlowRanks",
     "SlowRanksReport",
+    "StatisticsObserver",
     "compare_ranks",
     "debug_mode",
     "reset_statistics",

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fullshard.comm import StatisticsObserver, observe
-from fullshard.insight import SlowRanks
+from fullshard.comm import observe
+from fullshard.insight import SlowRanks, StatisticsObserver
 from fullshard.wrappers.spi import run_program
 
 __all__ = ["file_of", "main", "recording"]
