@@ -25,7 +25,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any, Self, cast
@@ -67,6 +67,7 @@ __all__ = [
     "memory_changes",
     "module_hooks",
     "on_values",
+    "operators_replaced",
     "process_group_of",
     "schema_of",
     "storage_address",
@@ -188,6 +189,21 @@ def foreach_as_on_accelerators() -> Iterator[None]:
             stack.enter_context(
                 patch.object(place, "_get_foreach_kernels_supported_devices", lambda: devices)
             )
+        yield
+
+
+@contextmanager
+def operators_replaced(replaced: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside the ``with`` block operators of torch run these functions for tensors of the CPU.
+
+    Their own implementation is a composite, which autograd looks into; its ``decompose`` is there.
+
+    Args:
+        replaced: by the name of an overload in ``aten``, the default one without its name.
+    """
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name, function in replaced.items():
+            library.impl(name, function, "AutogradCPU")
         yield
 
 

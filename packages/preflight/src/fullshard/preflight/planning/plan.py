@@ -32,6 +32,7 @@ from fullshard.preflight.planning.report import Plan
 from fullshard.preflight.planning.timeline import Timeline, replay
 from fullshard.preflight.planning.world import MeshLike, axes_of, lonely_world
 from fullshard.preflight.simulation.device import accelerated
+from fullshard.preflight.simulation.fused import fused_as_on_accelerators
 from fullshard.preflight.simulation.host import offloading
 from fullshard.preflight.simulation.streams import Machine
 from fullshard.preflight.training import (
@@ -204,6 +205,7 @@ class _Machine:
                 stack.enter_context(simulated("cpu", unpinned))
             else:
                 stack.enter_context(foreach_as_on_accelerators())
+                stack.enter_context(fused_as_on_accelerators())
                 stack.enter_context(offloading(ledger.host, steps=True))
             if self.measuring is not None:
                 stack.enter_context(self.measuring.following(ledger.reserve))

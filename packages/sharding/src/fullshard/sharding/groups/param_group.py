@@ -38,6 +38,7 @@ __all__ = ["FSDPParamGroup", "group_of"]
 
 _WRITERS = {LeaseKind.USER, LeaseKind.BLOCK}
 """Leases of those who may write to full parameters."""
+_UNANNOUNCED = (BackwardStage.NONE, BackwardStage.GRADIENT)
 
 
 class FSDPParamGroup:
@@ -208,7 +209,7 @@ class FSDPParamGroup:
         may be made of other tensors: one that a module kept, or a penalty on a parameter. Then the
         first gradient announces the backward, so that its end reduces the group.
         """
-        if self.gradients.stage in (BackwardStage.NONE, BackwardStage.GRADIENT):
+        if self.gradients.stage in _UNANNOUNCED:
             self.gradients.stage = BackwardStage.GRADIENT
             for root in self.live_roots:
                 root.enter_backward()

@@ -67,7 +67,6 @@ class ModuleState:
         after_forward, after_backward: say whether to reshard: the policy, or what a user set.
         host_ns: nanoseconds spent in its hooks so far.
         unshard_in_backward: whether backward needs full parameters.
-        gathers_on_read: whether a read of a saved parameter in backward gathers the groups.
     """
 
     def __init__(
