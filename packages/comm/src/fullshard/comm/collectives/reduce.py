@@ -93,11 +93,13 @@ class ReduceInFlight:
         self.plan.config.streams.current().wait_event(self.event)
         return self.result
 
-    # Nothing follows the reduce-scatter, and other ranks read its input.
-    finish = wait
-    """Return the reduced shards, as ``wait()`` does: no collective follows."""
-    discard = wait
-    """Wait, as ``wait()`` does: other ranks read the input of this rank."""
+    def finish(self) -> None:
+        """Wait for it; no collective follows, as one does in ``AllReduceInFlight``."""
+        self.wait()
+
+    def discard(self) -> None:
+        """Wait for it, too: other ranks read the input of this rank."""
+        self.wait()
 
     def launched(self, work: dist.Work | None) -> None:
         """Take the handle of its collective; None: it is over."""
