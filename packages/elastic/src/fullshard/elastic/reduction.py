@@ -115,11 +115,11 @@ class _ReplicaInFlight(ReduceInFlight):
         self.output = self._inner.output
         self._sum = self._exchange.submit(self._inner)
 
-    def finish(self) -> ReducedShards:
+    def finish(self) -> None:
         """Wait for the group's own reduction, and begin what follows."""
         if self._sum is None:
             self._submit()
-        return self._inner.wait()
+        self._inner.wait()
 
     def wait(self) -> ReducedShards:
         """Return the shards, summed over groups unless the step is dropped."""
@@ -128,10 +128,10 @@ class _ReplicaInFlight(ReduceInFlight):
             self.work = None
         return self._inner.wait()
 
-    def discard(self) -> ReducedShards:
+    def discard(self) -> None:
         """Wait for the group's own reduction; the step is dropped on all groups."""
         self._exchange.fail("a backward did not end")
-        return self._inner.wait()
+        self._inner.wait()
 
     @torch.no_grad()
     def _complete(self) -> None:
