@@ -40,6 +40,8 @@ LEFT_OUT: dict[Site, str] = {
     ("CommStreams.retire", "self._collect(owner, keep)"): _MEMORY,
     ("CommStreams.collect_all", "self._collect(owner, 0)"): _MEMORY,
     ("RootContext.commit", "self.shared.streams.collect_all()"): _MEMORY,
+    ("ReduceInFlight.discard", "self.wait()"): "changed in ReduceInFlight.wait",
+    ("ReduceInFlight.finish", "self.wait()"): "changed in ReduceInFlight.wait",
     ("ReduceInFlight.launched", "wait_for(config, work)"): _WORK,
     ("ReduceInFlight.wait", "wait_for(self.plan.config, self.work)"): _WORK,
     (
