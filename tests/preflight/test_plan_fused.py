@@ -133,6 +133,40 @@ def test_the_operators_compute_what_torch_computes(name: str) -> None:
         torch.testing.assert_close(own, torchs)
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "softmax", "log_softmax"])
+def test_a_penalty_on_their_gradients_is_torchs(name: str) -> None:
+    """Its backward goes through theirs."""
+    call, shapes, dtype = OPERATORS[name]
+    torch.manual_seed(0)
+    given = [torch.randn(shape).to(dtype) for shape in shapes]
+    results = []
+    for context in (nullcontext(), fused_as_on_accelerators()):
+        inputs = [each.clone().requires_grad_() for each in given]
+        with context:
+            (found,) = torch.autograd.grad(
+                call(*inputs).square().sum(), inputs[0], create_graph=True
+            )
+            found.float().square().sum().backward()
+        results.append(inputs[0].grad)
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_transforms_see_torchs_own_operators(name: str) -> None:
+    call, shapes, dtype = OPERATORS[name]
+    torch.manual_seed(0)
+    x, *others = [torch.randn(shape).to(dtype) for shape in shapes]
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return call(x, *others).float().square().sum()
+
+    own = torch.func.grad(loss)(x)
+    with fused_as_on_accelerators():
+        torch.testing.assert_close(torch.func.grad(loss)(x), own)
+        batches = torch.stack([x, x])
+        torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(batches)[1], own)
+
+
 def test_afterwards_torch_has_its_own_operators() -> None:
     x = torch.randn(4, 16, requires_grad=True)
     with fused_as_on_accelerators():

@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 
 from fullshard.preflight.compat import is_fake, operators_replaced
-from fullshard.sharding.spi import is_plain
+from fullshard.sharding.spi import functorch_is_active, is_plain
 
 __all__ = ["fused_as_on_accelerators"]
 
@@ -28,14 +29,14 @@ _HALVES = (torch.float16, torch.bfloat16)
 def fused_as_on_accelerators() -> Iterator[None]:
     """Inside the ``with`` block these operators run on the CPU as one kernel each.
 
-    Inputs for which CUDA has no such kernel, and tensors that are no plain ones, take the CPU's own
-    way.
+    Inputs for which CUDA has no such kernel, tensors of subclasses, and transforms of
+    ``torch.func`` take the CPU's own way.
     """
     replaced: dict[str, Callable[..., Any]] = {
         "rms_norm": _rms_norm,
         "dropout": _dropout,
-        "softmax.int": _softmax,
-        "log_softmax.int": _log_softmax,
+        "softmax.int": partial(_normalised, False),
+        "log_softmax.int": partial(_normalised, True),
         "scaled_dot_product_attention": _attention,
     }
     with operators_replaced(replaced):
@@ -51,11 +52,11 @@ def _rms_norm(
     mixed = weight is not None and weight.dtype is not input.dtype  # CUDA's kernel takes one dtype
     if mixed or not _are_plain(input, weight):
         ordinary = torch.ops.aten.rms_norm.default.decompose
-        return _tensor(ordinary(input, normalized_shape, weight, eps))
+        return cast("torch.Tensor", ordinary(input, normalized_shape, weight, eps))
     least = torch.finfo(torch.float32 if input.dtype in _HALVES else input.dtype).eps
-    least = least if eps is None else eps
     apply: Any = _RMSNorm.apply
-    return _tensor(apply(input, weight, math.prod(normalized_shape), least))
+    width = math.prod(normalized_shape)
+    return cast("torch.Tensor", apply(input, weight, width, least if eps is None else eps))
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -67,39 +68,26 @@ class _RMSNorm(torch.autograd.Function):
     ) -> torch.Tensor:
         out, scales = _rms_norm_forward(input, weight, width, eps)
         ctx.save_for_backward(input, scales, weight)
-        ctx.width = width
-        return _tensor(out)
+        ctx.given = width, eps
+        return cast("torch.Tensor", out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         input, scales, weight = ctx.saved_tensors
-        grad, grad_weight = _rms_norm_backward(grads[0], input, scales, weight, ctx.width)
-        return grad, None if weight is None else grad_weight, None, None
+        width, eps = ctx.given
+        if torch.is_grad_enabled():  # a penalty on the gradient: this has a backward, too
+            found = _rms_gradients(grads[0], input, _scales(input, width, eps), weight, width)
+        else:
+            found = _rms_norm_backward(grads[0], input, scales, weight, width)
+        return found[0], None if weight is None else found[1], None, None
 
 
-@torch.library.custom_op("fullshard::rms_norm", mutates_args=())
-def _rms_norm_forward(
-    input: torch.Tensor, weight: torch.Tensor | None, width: int, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result, and what each row was multiplied by."""
-    rows = input.reshape(-1, width).float()
-    scales = rows.square().mean(1, keepdim=True).add(eps).rsqrt()
-    out = rows * scales
-    if weight is not None:
-        out = out * weight.reshape(-1).float()
-    return out.to(input.dtype).reshape(input.shape), scales
+def _scales(input: torch.Tensor, width: int, eps: float) -> torch.Tensor:
+    """Return what each row is multiplied by, ``[rows, 1]`` float32."""
+    return input.reshape(-1, width).float().square().mean(1, keepdim=True).add(eps).rsqrt()
 
 
-@_rms_norm_forward.register_fake
-def _(
-    input: torch.Tensor, weight: torch.Tensor | None, width: int, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = input.numel() // max(width, 1)
-    return torch.empty_like(input), input.new_empty((rows, 1), dtype=torch.float32)
-
-
-@torch.library.custom_op("fullshard::rms_norm_backward", mutates_args=())
-def _rms_norm_backward(
+def _rms_gradients(
     grad: torch.Tensor,
     input: torch.Tensor,
     scales: torch.Tensor,
@@ -118,42 +106,51 @@ def _rms_norm_backward(
     return found, grad_weight.to(weight.dtype).reshape(weight.shape)
 
 
-@_rms_norm_backward.register_fake
-def _(
-    grad: torch.Tensor,
-    input: torch.Tensor,
-    scales: torch.Tensor,
-    weight: torch.Tensor | None,
-    width: int,
+@torch.library.custom_op("fullshard::rms_norm", mutates_args=())
+def _rms_norm_forward(
+    input: torch.Tensor, weight: torch.Tensor | None, width: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(input), input.new_empty(0) if weight is None else torch.empty_like(
-        weight
+    """Return the result, and what each row was multiplied by."""
+    scales = _scales(input, width, eps)
+    out = input.reshape(-1, width).float() * scales
+    if weight is not None:
+        out = out * weight.reshape(-1).float()
+    return out.to(input.dtype).reshape(input.shape), scales
+
+
+_rms_norm_forward.register_fake(
+    lambda input, weight, width, eps: (
+        torch.empty_like(input),
+        input.new_empty((input.numel() // max(width, 1), 1), dtype=torch.float32),
     )
+)
+_rms_norm_backward = torch.library.custom_op(
+    "fullshard::rms_norm_backward", _rms_gradients, mutates_args=()
+)
+_rms_norm_backward.register_fake(
+    lambda grad, input, scales, weight, width: (
+        torch.empty_like(input),
+        input.new_empty(0) if weight is None else torch.empty_like(weight),
+    )
+)
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Drop elements, with a mask of one byte per element."""
     if not (train and 0 < p < 1 and input.numel() and _are_plain(input)):
-        return _tensor(torch.ops.aten.dropout.default.decompose(input, p, train))
+        return cast("torch.Tensor", torch.ops.aten.dropout.default.decompose(input, p, train))
     return torch.native_dropout(input, p, train)[0]
 
 
-def _softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _normalised(
+    log: bool, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Cast and normalise at once, as for attention in float32 that is written out."""
     if not (dtype is torch.float32 and input.dtype in _HALVES and _are_plain(input)):
-        return _tensor(torch.ops.aten.softmax.int.decompose(input, dim, dtype))
-    return _cast(input, dim, log=False)
-
-
-def _log_softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    if not (dtype is torch.float32 and input.dtype in _HALVES and _are_plain(input)):
-        return _tensor(torch.ops.aten.log_softmax.int.decompose(input, dim, dtype))
-    return _cast(input, dim, log=True)
-
-
-def _cast(input: torch.Tensor, dim: int, *, log: bool) -> torch.Tensor:
+        ordinary = torch.ops.aten.log_softmax.int if log else torch.ops.aten.softmax.int
+        return cast("torch.Tensor", ordinary.decompose(input, dim, dtype))
     apply: Any = _CastSoftmax.apply
-    return _tensor(apply(input, dim, log))
+    return cast("torch.Tensor", apply(input, dim, log))
 
 
 class _CastSoftmax(torch.autograd.Function):
@@ -161,31 +158,18 @@ class _CastSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, dim: int, log: bool) -> torch.Tensor:
-        out = _cast_softmax(input, dim, log)
+        out = cast("torch.Tensor", _cast_softmax(input, dim, log))
         ctx.save_for_backward(out)
         ctx.given = dim, log, input.dtype
-        return _tensor(out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        dim, log, dtype = ctx.given
-        return _cast_softmax_backward(grads[0], ctx.saved_tensors[0], dim, log, dtype), None, None
+        backward = _softmax_gradient if torch.is_grad_enabled() else _cast_softmax_backward
+        return backward(grads[0], ctx.saved_tensors[0], *ctx.given), None, None
 
 
-@torch.library.custom_op("fullshard::cast_softmax", mutates_args=())
-def _cast_softmax(input: torch.Tensor, dim: int, log: bool) -> torch.Tensor:
-    """Return the softmax of the input in float32, or its logarithm."""
-    wide = input.float()
-    return wide.log_softmax(dim) if log else wide.softmax(dim)
-
-
-@_cast_softmax.register_fake
-def _(input: torch.Tensor, dim: int, log: bool) -> torch.Tensor:
-    return torch.empty_like(input, dtype=torch.float32)
-
-
-@torch.library.custom_op("fullshard::cast_softmax_backward", mutates_args=())
-def _cast_softmax_backward(
+def _softmax_gradient(
     grad: torch.Tensor, out: torch.Tensor, dim: int, log: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the gradient of the input, in its dtype."""
@@ -196,11 +180,20 @@ def _cast_softmax_backward(
     return found.to(dtype)
 
 
-@_cast_softmax_backward.register_fake
-def _(
-    grad: torch.Tensor, out: torch.Tensor, dim: int, log: bool, dtype: torch.dtype
-) -> torch.Tensor:
-    return torch.empty_like(out, dtype=dtype)
+@torch.library.custom_op("fullshard::cast_softmax", mutates_args=())
+def _cast_softmax(input: torch.Tensor, dim: int, log: bool) -> torch.Tensor:
+    """Return the softmax of the input in float32, or its logarithm."""
+    wide = input.float()
+    return wide.log_softmax(dim) if log else wide.softmax(dim)
+
+
+_cast_softmax.register_fake(lambda input, dim, log: torch.empty_like(input, dtype=torch.float32))
+_cast_softmax_backward = torch.library.custom_op(
+    "fullshard::cast_softmax_backward", _softmax_gradient, mutates_args=()
+)
+_cast_softmax_backward.register_fake(
+    lambda grad, out, dim, log, dtype: torch.empty_like(out, dtype=dtype)
+)
 
 
 def _attention(
@@ -219,13 +212,11 @@ def _attention(
     if _are_plain(query, key, value):
         dropout_p = 0.0
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    return _tensor(ordinary(query, key, value, attn_mask, dropout_p, is_causal, **options))
+    found = ordinary(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    return cast("torch.Tensor", found)
 
 
 def _are_plain(*tensors: torch.Tensor | None) -> bool:
-    return all(each is None or is_plain(each) or is_fake(each) for each in tensors)
-
-
-def _tensor(found: Any) -> torch.Tensor:
-    result: torch.Tensor = found
-    return result
+    """Whether the operators here take the tensors: no subclass, and outside of transforms."""
+    plain = all(each is None or is_plain(each) or is_fake(each) for each in tensors)
+    return plain and not functorch_is_active()
