@@ -71,6 +71,7 @@ class CanonicalOrder(Schedule):
     does not run a module then still takes part in its collectives, with zeros where it has no
     gradient. Every rank must run the root's forward, and a backward where any does. The order is
     that in which the modules are defined; nothing stays unsharded between forward and backward.
+    After an error, ``reset_iter_state()`` takes part in the rest of the pass, as other ranks do.
     """
 
     allows_kept_groups = False
