@@ -568,6 +568,48 @@ def test_a_recomputation_gets_what_forward_got(dtype: torch.dtype, reentrant: bo
             torch.testing.assert_close(grad, expected, rtol=tolerance, atol=tolerance)
 
 
+class Multiplies(nn.Module):
+    """Saves its inputs for backward, whether they require a gradient or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
+        """Shape: that of ``x``."""
+        return self.linear(x) * given[0]
+
+
+def _kept_as_they_are(module: nn.Module, *args: Any) -> Any:
+    """Calls it, while autograd keeps the very objects that it saves."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        return module(*args)
+
+
+KEEPERS: dict[str, Callable[..., Any]] = {
+    "hooks": _kept_as_they_are,
+    "checkpoint": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("keeper", KEEPERS)
+@distributed(2)
+def test_saved_inputs_stay_as_the_module_had_them(keeper: str, learns: bool) -> None:
+    """Inputs that a policy casts, and of which the saved objects outlive the call."""
+    torch.manual_seed(0)
+    whole = Multiplies()
+    net = copy.deepcopy(whole)
+    fully_shard(net, mp_policy=MixedPrecisionPolicy(BF16, torch.float32))
+    for model in (whole, net):
+        x, given = _batch(requires_grad=learns or keeper == "reentrant"), [_batch()]
+        KEEPERS[keeper](model, x, given).float().square().sum().backward()
+        assert x.dtype == given[0].dtype == torch.float32
+    for name, grad in full_gradients(net).items():
+        torch.testing.assert_close(grad, whole.get_parameter(name).grad, rtol=0.3, atol=0.3)
+
+
 @pytest.mark.parametrize("raises", [False, True])
 @distributed(1)
 def test_inputs_are_their_own_again_though_the_engine_still_holds_a_backward(raises: bool) -> None:

@@ -198,11 +198,15 @@ class Call:
     forward_pass: ForwardPass | None = None
     contexts: ExitStack | None = None
     in_transform: bool = False
-    stand_ins: StandIns = field(default_factory=StandIns)
+    stand_ins: StandIns = field(init=False)
     inputs: CallInputs = field(default_factory=CallInputs)
     watched: Sequence[torch.Tensor] = ()
     others: Sequence[torch.Tensor] = ()
     containers: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        """Start without a stand-in."""
+        self.stand_ins = StandIns(exchanges=not self.recompute)
 
     def enter(self, context: AbstractContextManager[object] | None) -> None:
         """Let forward run in ``context``, if there is one."""

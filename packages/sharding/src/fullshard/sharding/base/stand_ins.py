@@ -5,7 +5,9 @@ Therefore containers stay the same objects, and so do tensors. The two Python ob
 C++ tensors: the input keeps its identity and its attributes, and is a cast of itself, or a view
 with an autograd node of ours. After forward both take their own tensors back. The caller finds what
 forward wrote into a container, or set as an attribute. Checkpointing keeps inputs for a
-recomputation, so inputs that were cast are cast again until the backward ends.
+recomputation, so inputs that were cast are cast again until the backward ends. In a recomputation
+the arguments hold the stand-ins themselves: checkpointing keeps the very objects that autograd
+saves there, after the module has ended.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from fullshard.sharding.base.compat import (
     forget_hooks,
     hooks_on_gradient,
     swap_impl,
+    untraced,
     version_of,
 )
 from fullshard.sharding.base.tensors import (
@@ -51,13 +54,15 @@ class _Pair(NamedTuple):
     exchanged: bool  # else the arguments hold ``other`` itself
 
 
+@untraced
 class StandIns:
     """The inputs of one call that have a stand-in."""
 
-    __slots__ = ("_arguments", "_held", "_others", "_pairs")
+    __slots__ = ("_arguments", "_exchanges", "_held", "_others", "_pairs")
 
-    def __init__(self) -> None:
-        """Exchange nothing yet."""
+    def __init__(self, *, exchanges: bool = True) -> None:
+        """Exchange nothing yet. ``exchanges``: whether inputs are exchanged, or replaced."""
+        self._exchanges = exchanges
         self._pairs: list[_Pair] = []
         self._held: list[int] = []
         self._others: dict[int, torch.Tensor] = {}  # by the id of an input that is not exchanged
@@ -66,7 +71,7 @@ class StandIns:
     def put(self, inputs: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
         """Exchange each input for another tensor, or for itself, which changes nothing.
 
-        ``applied`` replaces what cannot be exchanged: torch binds a C++ tensor to its object for
+        ``applied`` replaces what is not exchanged: torch binds a C++ tensor to its object for
         ``retain_grad()``, and for a profiler.
 
         Raises:
@@ -76,7 +81,7 @@ class StandIns:
             if other is tensor:
                 continue
             has_hooks, version = hooks_on_gradient(tensor) is not None, _version(other)
-            exchanged = not is_profiled()
+            exchanged = self._exchanges and not is_profiled()
             if exchanged:
                 self._hold(tensor)
                 try:
