@@ -25,6 +25,7 @@ from support.ranks import cpu_mesh, distributed
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
 WIDTH = 6
+PLANNING = 300.0  # seconds: DTensor searches long for how to redistribute on four axes
 FLAT = {"shard": ("dp_shard", "cp")}
 CASES: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
     "shard": ((2, 2), ("dp", "tp"), {"shard": "dp"}),
@@ -120,7 +121,7 @@ EVEN_OR_NOT = pytest.mark.parametrize("hidden", few([5, 8], 5))
 
 @EVEN_OR_NOT
 @FEW
-@distributed(4)
+@distributed(4, timeout=PLANNING)
 def test_training_equals_the_unsharded_model(case: str, hidden: int) -> None:
     model, mesh = _sharded(case, hidden)
     plain = _build(hidden)
@@ -139,7 +140,7 @@ def test_training_equals_the_unsharded_model(case: str, hidden: int) -> None:
 )
 @EVEN_OR_NOT
 @pytest.mark.parametrize("case", few(CASES, "tp first"))
-@distributed(4)
+@distributed(4, timeout=PLANNING)
 def test_meshes_placements_and_training_equal_torchs(case: str, hidden: int) -> None:
     (ours, mesh), (theirs, _) = _sharded(case, hidden), _sharded(case, hidden, torchs=True)
     for (name, got), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):

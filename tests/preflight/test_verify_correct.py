@@ -46,4 +46,6 @@ def _verdict_of(name: str, layers: bool) -> Verdict:
 def test_a_correct_program_is_equal(name: str, layers: bool) -> None:
     for verdict in run_on_ranks(_verdict_of, CORRECT[name].ranks, name, layers):
         assert verdict.equal, str(verdict)
-        assert verdict.largest is not None
+        # sums of two ranks round nowhere, and by layer a clipped update is not compared
+        exact = layers and name == "clipped"
+        assert (verdict.largest is None) == exact
