@@ -226,14 +226,14 @@ MUTATIONS = [
     ),
     M(
         TwoReductions,
-        "_launch",
+        "launch",
         "streams.retire(partial_sum, streams.reduce, added, keep=1)",
         program="partial-by-hand",
         mesh=_HYBRID,
     ),
     M(
         TwoReductions,
-        "_launch",
+        "launch",
         "streams.record(streams.all_reduce)",
         "streams.record(streams.reduce)",
         program="partial-by-hand",

@@ -53,7 +53,7 @@ from fullshard.comm.runtime.process_watch import (
 )
 from fullshard.comm.runtime.ranges import NOTHING, is_profiled, named_range
 from fullshard.comm.runtime.required import require
-from fullshard.comm.runtime.streams import StreamEvent
+from fullshard.comm.runtime.streams import Stream, StreamEvent
 from fullshard.comm.runtime.works import SeveralWorks, awaited
 from fullshard.comm.transports.all_to_all import all_to_all, exchange, is_served
 from fullshard.comm.transports.collective import EPOCH, Route
@@ -93,6 +93,7 @@ __all__ = [
     "SharedGatherInFlight",
     "SharedTensors",
     "Span",
+    "Stream",
     "StreamEvent",
     "all_to_all",
     "awaited",

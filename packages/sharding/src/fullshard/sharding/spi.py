@@ -43,9 +43,8 @@ from fullshard.sharding.mesh.subgroups import known_subgroup
 from fullshard.sharding.optim.live_groups import Snapshot, are_same, params_in
 from fullshard.sharding.params.lookup import owner_of, sharded_of
 from fullshard.sharding.params.registry import registry_of
-from fullshard.sharding.reduce.launched import ReadyReductions, ReductionSetup
 from fullshard.sharding.reduce.reduction import ReductionQueue
-from fullshard.sharding.reduce.strategies import PlainReduce
+from fullshard.sharding.reduce.strategies import PlainReduce, ReadyReductions, ReductionSetup
 
 __all__ = [
     "PLAIN",

@@ -94,7 +94,7 @@ class CoalescedSchedule(Schedule):
         if bucket is not None and bucket.launch(group, ahead=False):
             self._gathered += bucket.groups
             return
-        super().unshard(group)
+        group.gathering.launch_gather()
         if group.gathering.gathers > gathers:
             self._gathered.append(group)
 
@@ -108,15 +108,15 @@ class CoalescedSchedule(Schedule):
         if group.gathering.gathers > gathers:
             self._gathered.append(group)
 
-    def launch(self, group: FSDPParamGroup, ready: ReadyReductions) -> None:
-        """Launch reductions of ``group``, or let them wait for those of its neighbours."""
+    def due(self, group: FSDPParamGroup, ready: ReadyReductions) -> ReadyReductions:
+        """Let reductions of ``group`` wait for those of its neighbours; return those to launch."""
         waiting = self._reductions.get(group)
-        super().launch(group, ready if waiting is None else waiting.put(ready))
+        return ready if waiting is None else waiting.put(ready)
 
     def flush(self) -> None:
         """Launch the reductions that wait."""
         for group, waiting in self._reductions.items():
-            super().launch(group, waiting.pop())
+            group.shared.queue.launch(waiting.pop())
 
     def discard(self, queue: ReductionQueue) -> None:
         """Drop the reductions that wait, too."""

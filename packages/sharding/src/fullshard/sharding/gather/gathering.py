@@ -279,8 +279,7 @@ class Gathering:
         if strategy is None or self._chosen_for is not self.config.comm:
             strategy = self._strategy = self._choose(self._prepared or self.prepare())
         self.announce(strategy)
-        launch = strategy.launch_of(self.config)
-        self.set_in_flight(launch(self.config, async_op=async_op), strategy)
+        self.set_in_flight(strategy.launch(self.config, async_op=async_op), strategy)
         return True
 
     def announce(self, strategy: UnshardStrategy) -> None:

@@ -15,7 +15,6 @@ change of one rank, unless its parameters were copied out before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from fullshard.comm import EventKind, GatherBuffer, GatherConfig, Layout
@@ -85,12 +84,8 @@ class AliasedUnshard(UnshardStrategy):
         super().__init__(memory, inputs)
         self._alias: AliasedShards | None = None  # the shards of the last gather
 
-    def launch_of(self, config: GatherConfig) -> Callable[..., LocalGather]:
-        """Return the function that finds the shards: nothing is launched."""
-        return self._find
-
-    def _find(self, config: GatherConfig, *, async_op: bool = False) -> LocalGather:
-        """Return the shards, and memory that aliases them where that is possible."""
+    def launch(self, config: GatherConfig, *, async_op: bool) -> LocalGather:
+        """Return the shards, and memory that aliases them if possible; nothing is launched."""
         shards = self.inputs.sends(config)
         if self._alias is None or not self._alias.is_of(shards):
             usable = self.memory.can_move and _lie_as_used(shards, config)
@@ -168,11 +163,7 @@ class SharedBufferUnshard(UnshardStrategy):
         memory.on_free = [shared.free]
         self._shared = shared
 
-    def launch_of(self, config: GatherConfig) -> Callable[..., SharedGatherInFlight]:
-        """Return the function that writes this rank's shards."""
-        return self._write
-
-    def _write(self, config: GatherConfig, *, async_op: bool = False) -> SharedGatherInFlight:
+    def launch(self, config: GatherConfig, *, async_op: bool) -> SharedGatherInFlight:
         """Write this rank's shards; always asynchronous, whatever ``async_op``."""
         shards = self.inputs.sends(config)
         self._shared.occupied = True

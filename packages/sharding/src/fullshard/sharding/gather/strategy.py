@@ -330,11 +330,10 @@ class UnshardStrategy(FinishesGather, ABC):
         return self.memory.home.write_views
 
     @abstractmethod
-    def launch_of(self, config: GatherConfig) -> Callable[..., object]:
-        """Return the function that launches the gather of what is sent now.
+    def launch(self, config: GatherConfig, *, async_op: bool) -> object:
+        """Launch the gather of what is sent now, and return it.
 
-        The function takes ``config`` and ``async_op``, which asks for a work handle on accelerators
-        too, and returns the gather in flight.
+        ``async_op`` asks for a work handle, on accelerators too.
         """
 
 
@@ -346,9 +345,9 @@ class BufferedUnshard(UnshardStrategy):
         super().__init__(memory, inputs)
         self._full: dict[int, FullTensors] = {}  # by layout: a post-forward mesh has its own
 
-    def launch_of(self, config: GatherConfig) -> Callable[..., AllGatherInFlight]:
-        """Return the function that packs and gathers this rank's shards."""
-        return self.inputs.sends(config).gather
+    def launch(self, config: GatherConfig, *, async_op: bool) -> AllGatherInFlight:
+        """Pack this rank's shards and gather them."""
+        return self.inputs.sends(config).gather(config, async_op=async_op)
 
     def finish(self, in_flight: AllGatherInFlight, holders: Holders) -> None:
         """Wait and copy out: to private memory, unless a graph keeps other memory."""

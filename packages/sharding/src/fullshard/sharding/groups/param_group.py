@@ -31,8 +31,8 @@ from fullshard.sharding.gather.strategy import Holders
 from fullshard.sharding.params.lookup import owner_of
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.reduce.gradients import GroupGradients
-from fullshard.sharding.reduce.launched import ReadyReductions
 from fullshard.sharding.reduce.reduction import RootComm
+from fullshard.sharding.reduce.strategies import ReadyReductions
 
 __all__ = ["FSDPParamGroup", "group_of"]
 

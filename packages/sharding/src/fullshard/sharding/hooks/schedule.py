@@ -19,8 +19,8 @@ from torch import nn
 from fullshard.sharding.base.forward_pass import ForwardPass
 from fullshard.sharding.base.states import BackwardStage, LeaseKind
 from fullshard.sharding.groups.param_group import FSDPParamGroup
-from fullshard.sharding.reduce.launched import ReadyReductions
 from fullshard.sharding.reduce.reduction import ReductionQueue
+from fullshard.sharding.reduce.strategies import ReadyReductions
 
 __all__ = [
     "Order",
@@ -230,12 +230,12 @@ class Schedule:
         elif unfinished:
             group.leases.add_once(LeaseKind.PREFETCH)
 
-    def launch(self, group: FSDPParamGroup, ready: ReadyReductions) -> None:
-        """Launch reductions of ``group``, of which none may be ready."""
-        group.shared.queue.launch(ready)
+    def due(self, group: FSDPParamGroup, ready: ReadyReductions) -> ReadyReductions:
+        """Return the reductions to launch now that those of ``group`` are ready, if any is."""
+        return ready
 
     def flush(self) -> None:
-        """Launch reductions that ``launch`` held back: all backwards of the root are over."""
+        """Launch reductions that ``due`` held back: all backwards of the root are over."""
 
     def leave(self) -> None:
         """Act no longer for a root: another schedule does from now on."""
@@ -249,7 +249,7 @@ class Schedule:
             gradients.reach()
         ready = gradients.pop_ready(reduce=last)
         group.release_backward(forward_pass.number, keep=group.full_after_backward)
-        self.launch(group, ready)
+        group.shared.queue.launch(self.due(group, ready))
 
     def finish_backward(self, group: FSDPParamGroup, *, is_last: bool) -> None:
         """End all that backward left open in ``group``, and reduce it.
@@ -261,7 +261,7 @@ class Schedule:
         ready = group.finish_backward(
             keep=allowed and group.full_after_backward, keep_ahead=allowed and not is_last
         )
-        self.launch(group, ready)
+        group.shared.queue.launch(self.due(group, ready))
 
 
 SCHEDULES: list[Callable[[], Schedule]] = [Schedule]

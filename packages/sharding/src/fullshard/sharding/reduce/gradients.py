@@ -32,9 +32,9 @@ from fullshard.sharding.base.states import BackwardStage
 from fullshard.sharding.mesh.placements import EarlyReduction
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import WireForms
-from fullshard.sharding.reduce.launched import ReadyReductions
 from fullshard.sharding.reduce.reduction import RootComm
 from fullshard.sharding.reduce.setups import ReductionSetups
+from fullshard.sharding.reduce.strategies import ReadyReductions
 
 __all__ = ["GroupGradients"]
 

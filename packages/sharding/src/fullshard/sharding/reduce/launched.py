@@ -1,7 +1,6 @@
-"""A reduction of a group, from its settings until its sharded gradients are in place.
+"""A reduction of a group, from its launch until its sharded gradients are in place.
 
-Owns how a group reduces (``ReductionSetup``), and what one launched reduction still has to do
-(``LaunchedReduction``). ``ReductionQueue`` decides when.
+Owns what one launched reduction still has to do. ``ReductionQueue`` decides when.
 
 [Note: landing] A result lands when it is launched, if the host waits for nothing then, and else
 before the next launch: the user's function is called, and shards are cast to the stored dtype,
@@ -17,17 +16,15 @@ on: no later reduction fills that memory again, and ``zero_grad(set_to_none=True
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import compress, islice, repeat
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fullshard.comm import Layout, ReduceConfig, ReducedShards, ReduceScaling, ReduceScatter
+from fullshard.comm import ReducedShards
 from fullshard.comm.spi import StreamEvent
 from fullshard.sharding.base.compat import (
     gradients_of,
@@ -36,100 +33,10 @@ from fullshard.sharding.base.compat import (
     make_dtensor,
     without_torch_function,
 )
-from fullshard.sharding.base.policies import declares
 from fullshard.sharding.params.lost_data import NotedStorage
-from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.protocols import Offload, WireForms
-from fullshard.sharding.reduce.strategies import Gradients, InFlight, Launch, PlainReduce
+from fullshard.sharding.reduce.strategies import InFlight, ReductionSetup
 
-__all__ = ["LaunchedReduction", "ReadyReductions", "ReduceSettings", "ReductionSetup"]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ReduceSettings:
-    """A user's settings for the reductions of a group.
-
-    Attributes:
-        comm: the collective; None: the default one.
-        process_group: the ranks of the mesh's shard axis.
-        divide_factor: what divides the sum, or a tensor that holds it then; None: the world size.
-        force_sum: whether the backend is asked for sums only.
-        inputs_in_flight: how many reductions travel at once, and so how many packed inputs.
-        zero_unused: whether a parameter that no rank used gets zeros instead of no gradient.
-        hook: called with each reduced buffer.
-        hook_stream: to call it on; None: the all-reduce stream.
-    """
-
-    comm: ReduceScatter | None = None
-    process_group: dist.ProcessGroup
-    divide_factor: float | torch.Tensor | None = None
-    force_sum: bool = False
-    inputs_in_flight: int = 1  # as in torch: two took as long a step, and more memory
-    zero_unused: bool = False
-    hook: Callable[[torch.Tensor], None] | None = None
-    hook_stream: Any = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ReductionSetup:
-    """How a group, or several at once, reduce; made once, and kept while the settings stay.
-
-    Attributes:
-        names: of the groups, for events.
-        rank: this rank, for events.
-        indices: which of its group's parameters it carries.
-        params: the parameters, in the order of the layout.
-        layout: their positions, and the used-parameter mask behind them.
-        config: what comm is given.
-        wire: who knows in what form gradients travel.
-        scaling: how it is scaled, what follows the reduce-scatter counted in.
-        strategy: how it is launched, and what follows; see [Note: reduce strategies].
-        settings: what the user set.
-    """
-
-    names: tuple[str, ...]
-    rank: int
-    indices: tuple[int, ...]
-    params: tuple[FSDPParam, ...]
-    layout: Layout
-    config: ReduceConfig
-    wire: WireForms
-    scaling: ReduceScaling
-    strategy: PlainReduce
-    settings: ReduceSettings
-
-    @cached_property
-    def launch(self) -> Launch:
-        """The function that launches it: by default ``ReducePlan.launch``; see ``launch_of``."""
-        forms = [param.grad_sent for param in self.params]
-        plan = self.wire.reduction(self.layout, forms, self.config)
-        return self.strategy.launch_of(plan, self.params, self.scaling)
-
-    @cached_property
-    def offloads(self) -> dict[int, Offload]:
-        """The policies that bring gradients home, by id: a user's own need not be hashable."""
-        policies = [param.offload for param in self.params]
-        return {id(each): each for each in policies if not declares(each, "stages_out_nothing")}
-
-    @cached_property
-    def adds_in_backward(self) -> bool:
-        """Whether results are added to earlier gradients as they arrive; see [Note: landing]."""
-        return not self.offloads
-
-    @cached_property
-    def lands_at_once(self) -> bool:
-        """Whether landing blocks no host: only copies to pinned memory leave the device."""
-        pins = [declares(each, "pin_memory") for each in self.offloads.values()]
-        return all(pins) and not self.config.streams.asynchronous_work
-
-    @cached_property
-    def lands_early(self) -> bool:
-        """Whether a policy of them wants each gradient as soon as its reduction is over."""
-        return any(declares(each, "lands_early") for each in self.offloads.values())
-
-
-ReadyReductions = Sequence[tuple[ReductionSetup, Gradients]]
-"""Reductions that are to be launched now, and the full gradients on their way into each."""
+__all__ = ["LaunchedReduction"]
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -177,7 +84,7 @@ class LaunchedReduction:
         if self.in_flight is None:
             return
         strategy, streams = self.setup.strategy, self.setup.config.streams
-        with strategy.at_result(streams):
+        with streams.use(strategy.result_stream(streams)):
             result = self.in_flight.wait()
             if self.calls_hook:
                 self.calls_hook = False

@@ -18,7 +18,8 @@ import torch
 from fullshard.comm import BufferPool, CommStreams, EventKind
 from fullshard.comm.spi import LISTENERS, BufferSource, emit, host_values, traits_of
 from fullshard.sharding.base.compat import hooks_after_accumulation
-from fullshard.sharding.reduce.launched import LaunchedReduction, ReadyReductions
+from fullshard.sharding.reduce.launched import LaunchedReduction
+from fullshard.sharding.reduce.strategies import ReadyReductions
 
 __all__ = ["ReductionQueue", "RootComm"]
 
@@ -46,7 +47,7 @@ class ReductionQueue:
             used_here = list(map(is_not, gradients, repeat(None)))
             reduction = LaunchedReduction(
                 setup=setup,
-                in_flight=setup.launch(gradients),
+                in_flight=setup.strategy.launch(setup, gradients),
                 gives_gradients=setup.strategy.gives_gradients,
                 used_here=None if setup.settings.zero_unused or all(used_here) else used_here,
                 calls_hook=setup.settings.hook is not None and setup.strategy.gives_gradients,

@@ -11,25 +11,27 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fullshard.comm import (
+    Layout,
     ReduceConfig,
     ReduceScatter,
+    TensorSpec,
     default_reduce_scatter,
     reduction_scaling,
 )
-from fullshard.comm.spi import backend_averages, rank_major
+from fullshard.comm.spi import ReducePlan, backend_averages, rank_major
 from fullshard.sharding.mesh.mesh_info import HSDPMeshInfo, TwoLevelMeshInfo
 from fullshard.sharding.params.param import FSDPParam
 from fullshard.sharding.protocols import WireForms
-from fullshard.sharding.reduce.launched import ReduceSettings, ReductionSetup
 from fullshard.sharding.reduce.reduction import RootComm
 from fullshard.sharding.reduce.strategies import (
     AliasReduce,
     PlainReduce,
+    ReduceSettings,
+    ReductionSetup,
     TwoReductions,
-    over_replicas,
-    over_second_axis,
 )
 
 __all__ = ["ReductionSetups"]
@@ -58,9 +60,9 @@ class ReductionSetups:
         self.settings = ReduceSettings(process_group=mesh_info.shard_process_group)
         self.strategy = PlainReduce()
         if isinstance(mesh_info, TwoLevelMeshInfo):
-            self.strategy = TwoReductions(over_second_axis(mesh_info.second.shard_process_group))
+            self.strategy = TwoReductions(mesh_info.second.shard_process_group)
         elif isinstance(mesh_info, HSDPMeshInfo):
-            self.strategy = TwoReductions(over_replicas(mesh_info.replicate_process_group))
+            self.strategy = TwoReductions(mesh_info.replicate_process_group)
         self._setups: dict[tuple[bool, ...], Sequence[ReductionSetup]] = {}
 
     def share(self, shared: RootComm) -> None:
@@ -123,17 +125,45 @@ class ReductionSetups:
         ends_here = settings.hook is None and not self.strategy.has_second_reduction
         alone = config.collective.offers.aliases_input(config.process_group)
         aliases = ends_here and alone and scaling.is_identity
+        layout = rank_major(
+            tuple([param.grad_spec for param in params]), mesh_info.shard_world_size, len(indices)
+        )
+        second = None
+        if isinstance(mesh_info, TwoLevelMeshInfo):
+            after = replace(config, scaling=replace(scaling, pre=1.0))
+            second = _second_plan(mesh_info.second.shard_process_group, params, layout, after)
         return ReductionSetup(
             names=(self.name,),
             rank=mesh_info.shard_rank,
             indices=indices,
             params=params,
-            layout=rank_major(
-                tuple([p.grad_spec for p in params]), mesh_info.shard_world_size, len(indices)
-            ),
+            layout=layout,
             config=config,
             wire=self._wire,
             scaling=scaling,
             strategy=AliasReduce() if aliases else self.strategy,
             settings=settings,
+            second=second,
         )
+
+
+def _second_plan(
+    process_group: dist.ProcessGroup,
+    params: tuple[FSDPParam, ...],
+    layout: Layout,
+    config: ReduceConfig,
+) -> ReducePlan:
+    """Return the plan of a reduce-scatter that cuts the result of one of ``layout`` again.
+
+    ``config``: as of the first reduction, but for the scaling.
+    """
+    dtype, ranks = layout.buffer.dtype, process_group.size()
+    mask = TensorSpec(shape=(ranks, layout.mask_numel), dtype=dtype, dim=0)
+    specs = tuple([param.sharding.second_cut.spec_in(dtype) for param in params])
+    config = replace(
+        config,
+        comm=default_reduce_scatter(process_group),
+        process_group=process_group,
+        name=f"{config.name} (second level)",
+    )
+    return ReducePlan(rank_major((*specs, mask), ranks, 0), config)

@@ -1,51 +1,47 @@
-"""The ways to reduce, chosen once.
+"""How a group reduces: what users set, one reduction's set-up, and the ways to reduce.
 
-[Note: reduce strategies] ``PlainReduce`` is the contract, and the identity: what a collective's
-``ReducePlan`` launches is the whole reduction. ``AliasReduce`` uses the gradients of a world of one
-directly. ``TwoReductions`` follows a reduction over one axis of a mesh with another over the other:
-``over_replicas`` (HSDP) adds up, ``over_second_axis`` cuts again. The engine asks a strategy only
-whether a second reduction follows the reduce-scatter, where torch's ``fully_shard`` passes flags
-and optional groups down one long function.
+[Note: reduce strategies] ``PlainReduce`` is the contract, and the identity: a reduce-scatter is the
+whole reduction. ``AliasReduce`` uses the gradients of a world of one directly. ``TwoReductions``
+follows a reduction over one axis of a mesh with another over the other axis: an all-reduce adds
+replicas up (HSDP), or a reduce-scatter cuts again. The engine asks a strategy only whether a second
+reduction follows, where torch's ``fully_shard`` passes flags and optional groups down one long
+function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm import (
     CommStreams,
+    Layout,
+    ReduceConfig,
     ReducedShards,
     ReduceInFlight,
     ReduceScaling,
-    TensorSpec,
+    ReduceScatter,
     all_reduce_shards,
-    default_reduce_scatter,
 )
-from fullshard.comm.spi import (
-    NOTHING,
-    AllReduceInFlight,
-    ReducePlan,
-    SecondReduceInFlight,
-    rank_major,
-)
+from fullshard.comm.spi import AllReduceInFlight, ReducePlan, SecondReduceInFlight, Stream
+from fullshard.sharding.base.policies import declares
 from fullshard.sharding.base.tensors import is_plain
 from fullshard.sharding.params.param import FSDPParam
+from fullshard.sharding.protocols import Offload, WireForms
 
 __all__ = [
     "AliasReduce",
-    "Gradients",
     "InFlight",
-    "Launch",
     "PlainReduce",
+    "ReadyReductions",
+    "ReduceSettings",
+    "ReductionSetup",
     "TwoReductions",
-    "over_replicas",
-    "over_second_axis",
 ]
 
 Gradients = list[torch.Tensor | None]
@@ -57,8 +53,30 @@ A launch that packs the gradients empties the list, so that they are freed.
 InFlight = ReduceInFlight | AllReduceInFlight
 """A reduction in flight, whatever follows its reduce-scatter."""
 
-Launch = Callable[[Gradients], InFlight]
-"""Launches a reduction of a list of gradients, and returns what is in flight."""
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReduceSettings:
+    """A user's settings for the reductions of a group.
+
+    Attributes:
+        comm: the collective; None: the default one.
+        process_group: the ranks of the mesh's shard axis.
+        divide_factor: what divides the sum, or a tensor that holds it then; None: the world size.
+        force_sum: whether the backend is asked for sums only.
+        inputs_in_flight: how many reductions travel at once, and so how many packed inputs.
+        zero_unused: whether a parameter that no rank used gets zeros instead of no gradient.
+        hook: called with each reduced buffer.
+        hook_stream: to call it on; None: the all-reduce stream.
+    """
+
+    comm: ReduceScatter | None = None
+    process_group: dist.ProcessGroup
+    divide_factor: float | torch.Tensor | None = None
+    force_sum: bool = False
+    inputs_in_flight: int = 1  # as in torch: two took as long a step, and more memory
+    zero_unused: bool = False
+    hook: Callable[[torch.Tensor], None] | None = None
+    hook_stream: Any = None
 
 
 class PlainReduce:
@@ -72,24 +90,13 @@ class PlainReduce:
     gives_gradients = True
     has_second_reduction = False
 
-    def launch_of(
-        self,
-        plan: ReducePlan,
-        params: tuple[FSDPParam, ...],
-        scaling: ReduceScaling,
-    ) -> Launch:
-        """Return the function that launches whole reductions.
+    def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
+        """Launch a whole reduction of ``gradients``, and return what is in flight."""
+        return setup.plan.launch(gradients)
 
-        Args:
-            plan: launches the reduce-scatter.
-            params: the parameters whose gradients are reduced.
-            scaling: of the whole reduction.
-        """
-        return plan.launch
-
-    def at_result(self, streams: CommStreams) -> AbstractContextManager[object]:
-        """Return a context in which the stream of the last reduction is current."""
-        return streams.use(streams.reduce)
+    def result_stream(self, streams: CommStreams) -> Stream:
+        """Return the stream of the last reduction."""
+        return streams.reduce
 
     @property
     def partial_params(self) -> Sequence[tuple[FSDPParam, ...]]:
@@ -119,6 +126,69 @@ class PlainReduce:
         """Drop all that is kept."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReductionSetup:
+    """How a group, or several at once, reduce; made once, and kept while the settings stay.
+
+    Attributes:
+        names: of the groups, for events.
+        rank: this rank, for events.
+        indices: which of its group's parameters it carries.
+        params: the parameters, in the order of the layout.
+        layout: their positions, and the used-parameter mask behind them.
+        config: what comm is given.
+        wire: who knows in what form gradients travel.
+        scaling: how it is scaled, what follows the reduce-scatter counted in.
+        strategy: how it is launched, and what follows; see [Note: reduce strategies].
+        settings: what the user set.
+        second: a reduce-scatter over a second axis that follows the first.
+    """
+
+    names: tuple[str, ...]
+    rank: int
+    indices: tuple[int, ...]
+    params: tuple[FSDPParam, ...]
+    layout: Layout
+    config: ReduceConfig
+    wire: WireForms
+    scaling: ReduceScaling
+    strategy: PlainReduce
+    settings: ReduceSettings
+    second: ReducePlan | None = None
+
+    @cached_property
+    def plan(self) -> ReducePlan:
+        """The plan of its reduce-scatter."""
+        forms = [param.grad_sent for param in self.params]
+        return self.wire.reduction(self.layout, forms, self.config)
+
+    @cached_property
+    def offloads(self) -> dict[int, Offload]:
+        """The policies that bring gradients home, by id: a user's own need not be hashable."""
+        policies = [param.offload for param in self.params]
+        return {id(each): each for each in policies if not declares(each, "stages_out_nothing")}
+
+    @cached_property
+    def adds_in_backward(self) -> bool:
+        """Whether results are added to earlier gradients as they arrive; see [Note: landing]."""
+        return not self.offloads
+
+    @cached_property
+    def lands_at_once(self) -> bool:
+        """Whether landing blocks no host: only copies to pinned memory leave the device."""
+        pins = [declares(each, "pin_memory") for each in self.offloads.values()]
+        return all(pins) and not self.config.streams.asynchronous_work
+
+    @cached_property
+    def lands_early(self) -> bool:
+        """Whether a policy of them wants each gradient as soon as its reduction is over."""
+        return any(declares(each, "lands_early") for each in self.offloads.values())
+
+
+ReadyReductions = Sequence[tuple[ReductionSetup, Gradients]]
+"""Reductions that are to be launched now, and the full gradients on their way into each."""
+
+
 # -- a world of one -------------------------------------------------------------------------------
 
 
@@ -128,21 +198,13 @@ class AliasReduce(PlainReduce):
     Gradients that are missing or need a cast are reduced by the collective.
     """
 
-    def launch_of(
-        self,
-        plan: ReducePlan,
-        params: tuple[FSDPParam, ...],
-        scaling: ReduceScaling,
-    ) -> Launch:
-        """Return a function that launches nothing where gradients can be used directly."""
-        return partial(self._launch, plan)
+    def result_stream(self, streams: CommStreams) -> Stream:
+        """Return the current stream: the gradients are of it."""
+        return streams.current()
 
-    def at_result(self, streams: CommStreams) -> AbstractContextManager[object]:
-        """Return a context that changes nothing: the gradients are of the current stream."""
-        return NOTHING
-
-    def _launch(self, plan: ReducePlan, gradients: Gradients) -> InFlight:
+    def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
         """Return the gradients if all can be used directly; otherwise reduce-scatter."""
+        plan = setup.plan
         config, shards = plan.config, []
         for gradient, spec in zip(gradients, plan.layout.specs, strict=True):
             if (
@@ -162,9 +224,6 @@ class AliasReduce(PlainReduce):
 # -- two reductions -------------------------------------------------------------------------------
 
 _Key = tuple[tuple[FSDPParam, ...], torch.dtype]  # which parameters, in which dtype
-_Follower = Callable[..., AllReduceInFlight]  # of a reduction, and ``partial=`` to add before
-Follows = Callable[[ReducePlan, tuple[FSDPParam, ...], ReduceScaling], _Follower]
-"""Returns the function that launches the second reduction after one of the plan, scaled."""
 
 
 class TwoReductions(PlainReduce):
@@ -176,18 +235,18 @@ class TwoReductions(PlainReduce):
 
     has_second_reduction = True
 
-    def __init__(self, follows: Follows) -> None:
-        """Start with the second reduction on. ``follows``: makes it, for each plan."""
-        self._follows = follows
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        """Start with the second reduction on, over ``process_group``."""
+        self._process_group = process_group
         self._synchronises, self._waits_for_last = True, False
         self._partial: dict[_Key, torch.Tensor] = {}
         self._begun: list[tuple[_Key, ReduceInFlight]] = []  # partial ones, in this backward
         self._ended: list[tuple[_Key, ReduceInFlight]] = []  # in one whose end did not wait
         self._sent_any = False  # whether this backward sent a partial result
 
-    def at_result(self, streams: CommStreams) -> AbstractContextManager[object]:
-        """Return a context in which the stream of the second reduction is current."""
-        return streams.use(streams.all_reduce)
+    def result_stream(self, streams: CommStreams) -> Stream:
+        """Return the stream of the second reduction."""
+        return streams.all_reduce
 
     @property
     def partial_params(self) -> Sequence[tuple[FSDPParam, ...]]:
@@ -200,29 +259,15 @@ class TwoReductions(PlainReduce):
         """Whether anything is kept, or was, until the present backward sent it."""
         return self._sent_any or bool(self.partial_params)
 
-    def launch_of(
-        self,
-        plan: ReducePlan,
-        params: tuple[FSDPParam, ...],
-        scaling: ReduceScaling,
-    ) -> Launch:
-        """Return a function whose results are reduced again, or kept for a later reduction."""
-        return partial(self._launch, plan, params, self._follows(plan, params, scaling))
-
-    def _launch(
-        self,
-        plan: ReducePlan,
-        params: tuple[FSDPParam, ...],
-        follow: _Follower,
-        gradients: Gradients,
-    ) -> InFlight:
-        """Return both reductions, or the first, which is kept for a later one."""
+    def launch(self, setup: ReductionSetup, gradients: Gradients) -> InFlight:
+        """Launch both reductions, or the first, whose result is kept for a later one."""
+        plan = setup.plan
         streams = plan.config.streams
         for earlier_key, earlier in self._ended:
             self._add(earlier_key, earlier, streams)
         self._ended.clear()
         reduction = plan.launch(gradients)
-        key = (params, plan.layout.buffer.dtype)
+        key = (setup.params, plan.layout.buffer.dtype)
         if not self.gives_gradients:
             blocks = streams.asynchronous_work
             if blocks or key not in self._partial:
@@ -231,12 +276,21 @@ class TwoReductions(PlainReduce):
                 self._add(key, reduction, streams)
             return reduction
         partial_sum = self._partial.pop(key, None)
-        in_flight = follow(reduction, partial=partial_sum)
+        in_flight = self._follow(setup, reduction, partial_sum)
         if partial_sum is not None:
             self._sent_any = True
             added = streams.record(streams.all_reduce)
             streams.retire(partial_sum, streams.reduce, added, keep=1)
         return in_flight
+
+    def _follow(
+        self, setup: ReductionSetup, reduction: ReduceInFlight, partial_sum: torch.Tensor | None
+    ) -> InFlight:
+        """Return both: the first, and what adds replicas up or cuts its result again."""
+        if setup.second is None:
+            return all_reduce_shards(reduction, self._process_group, setup.scaling, partial_sum)
+        second_of = partial(_to_second, setup.params)
+        return SecondReduceInFlight(reduction, setup.second, second_of, partial_sum)
 
     def _add(self, key: _Key, reduction: ReduceInFlight, streams: CommStreams) -> None:
         """Add a result to the partial one, or make it that, on the stream of reductions."""
@@ -266,40 +320,6 @@ class TwoReductions(PlainReduce):
         self._partial.clear()
         self._ended.clear()
         self._sent_any = False
-
-
-def over_replicas(process_group: dist.ProcessGroup) -> Follows:
-    """Return what follows where shards are replicated (HSDP): each is averaged over replicas."""
-
-    def follows(
-        plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
-    ) -> _Follower:
-        return partial(all_reduce_shards, process_group=process_group, scaling=scaling)
-
-    return follows
-
-
-def over_second_axis(process_group: dist.ProcessGroup) -> Follows:
-    """Return what follows where shards are cut again over ``process_group``: a reduce-scatter."""
-    comm, ranks = default_reduce_scatter(process_group), process_group.size()
-
-    def follows(
-        plan: ReducePlan, params: tuple[FSDPParam, ...], scaling: ReduceScaling
-    ) -> _Follower:
-        dtype = plan.layout.buffer.dtype
-        mask = TensorSpec(shape=(ranks, plan.layout.mask_numel), dtype=dtype, dim=0)
-        specs = tuple([param.sharding.second_cut.spec_in(dtype) for param in params])
-        config = replace(
-            plan.config,
-            comm=comm,
-            process_group=process_group,
-            scaling=replace(scaling, pre=1.0),
-            name=f"{plan.config.name} (second level)",
-        )
-        second = ReducePlan(rank_major((*specs, mask), ranks, 0), config)
-        return partial(SecondReduceInFlight, plan=second, second_of=partial(_to_second, params))
-
-    return follows
 
 
 def _to_second(
