@@ -115,7 +115,7 @@ class _ReplicaInFlight(ReduceInFlight):
         self.output = self._inner.output
         self._sum = self._exchange.submit(self._inner)
 
-    def finish(self) -> None:
+    def launch_second(self) -> None:
         """Wait for the group's own reduction, and begin what follows."""
         if self._sum is None:
             self._submit()
@@ -135,7 +135,7 @@ class _ReplicaInFlight(ReduceInFlight):
 
     @torch.no_grad()
     def _complete(self) -> None:
-        self.finish()
+        self.launch_second()
         assert self._sum is not None, "it was submitted"
         total = self._sum.result()
         if total is not None:

@@ -93,7 +93,7 @@ class ReduceInFlight:
         self.plan.config.streams.current().wait_event(self.event)
         return self.result
 
-    def finish(self) -> None:
+    def launch_second(self) -> None:
         """Wait for it; no collective follows, as one does in ``AllReduceInFlight``."""
         self.wait()
 

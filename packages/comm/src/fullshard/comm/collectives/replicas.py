@@ -82,7 +82,7 @@ class AllReduceInFlight:
         if scaling.scales_after:
             reduction.output[: reduction.plan.mask.start].mul_(scaling.post)
 
-    def finish(self) -> None:
+    def launch_second(self) -> None:
         """Blocks until the reduce-scatter is done, and launches the all-reduce if it was not."""
         self._reduction.wait()
         if not self._launched:
@@ -96,7 +96,7 @@ class AllReduceInFlight:
     @without_grad
     def wait(self) -> ReducedShards:
         """The shards, reduced over all ranks, usable on the current stream; later calls too."""
-        self.finish()
+        self.launch_second()
         streams = self._reduction.plan.config.streams
         if self._work is not None:
             wait_for(self._reduction.plan.config, self._work)
@@ -151,8 +151,8 @@ class SecondReduceInFlight(AllReduceInFlight):
     @without_grad
     def wait(self) -> ReducedShards:
         """The shards, reduced over all ranks, usable on the current stream; later calls too."""
-        self.finish()
-        assert self._second is not None, "finish launches it"
+        self.launch_second()
+        assert self._second is not None, "it was launched"
         reduced = self._second.wait()
         self._partial = None
         return ReducedShards(

@@ -228,7 +228,7 @@ class CanonicalOrder(Schedule):
         if last and group not in self._repeated:
             self._advance(self._position[Step(group, reduces=True)] + 1)
 
-    def finish_backward(self, group: FSDPParamGroup, *, is_last: bool) -> None:
+    def end_backward(self, group: FSDPParamGroup, *, is_last: bool) -> None:
         """End all that backward left open; nothing is kept.
 
         All ranks reduce what no rank has reduced yet: what ``finalize_backward`` is to reduce.
@@ -237,7 +237,7 @@ class CanonicalOrder(Schedule):
             _launch_reductions(group)
         if group.gradients.reduced:  # a second turn would be this rank's own
             group.gradients.stage = BackwardStage.REDUCED
-        super().finish_backward(group, is_last=is_last)
+        super().end_backward(group, is_last=is_last)
 
     def _advance(self, end: int) -> None:
         while self._next < end:

@@ -13,6 +13,7 @@ from enum import Enum
 
 __all__ = [
     "TRANSITIONS",
+    "BackwardEnd",
     "BackwardStage",
     "IllegalTransitionError",
     "LeaseKind",
@@ -73,6 +74,19 @@ class BackwardStage(Enum):
     """After that it reached a forward, whose gradients are still to be reduced."""
 
     __hash__ = object.__hash__  # as above
+
+
+class BackwardEnd(Enum):
+    """How a backward that did not raise ends."""
+
+    LAST = "last"
+    """The optimizer steps next: all is reduced, and gradients are put in place."""
+
+    MORE_FOLLOW = "more follow"
+    """Other backwards of the step follow: all is reduced."""
+
+    BY_HAND = "by hand"
+    """``finalize_backward`` reduces later, once for several backwards."""
 
 
 class IllegalTransitionError(AssertionError):

@@ -317,10 +317,10 @@ class FSDPParamGroup:
             self.keep()
         self.release(LeaseKind.BACKWARD, number)
 
-    def finish_backward(self, *, keep: bool, keep_ahead: bool) -> ReadyReductions:
+    def end_backward(self, *, keep: bool, keep_ahead: bool) -> ReadyReductions:
         """End all that backward left open, once at its end; return the reductions to launch now.
 
-        ``GroupGradients.end_of_backward`` follows, once the reductions are launched.
+        ``GroupGradients.end_backward`` follows, once the reductions are launched.
 
         Args:
             keep: the group stays unsharded, if backward reached it.

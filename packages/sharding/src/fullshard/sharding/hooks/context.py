@@ -31,7 +31,7 @@ from fullshard.comm.spi import (
     mark,
 )
 from fullshard.sharding.base.compat import current_graph_task, functorch_is_active, untraced
-from fullshard.sharding.base.states import LeaseKind
+from fullshard.sharding.base.states import BackwardEnd, LeaseKind
 from fullshard.sharding.extension import ROOT_EXTENSIONS, end_pass
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.compat import (
@@ -247,57 +247,57 @@ class RootContext:
             self._call_at_end()
             self.backwards_ended += 1
             self.schedule.end(backward=True)
-            by_hand, is_last = self.finalizes_by_hand, self.is_last_backward
+            how = BackwardEnd.LAST if self.is_last_backward else BackwardEnd.MORE_FOLLOW
+            how = BackwardEnd.BY_HAND if self.finalizes_by_hand else how
             try:
-                error = self._leave_backward() if by_hand else self._finish_groups(is_last=is_last)
+                error = self._end_groups(how)
             except BaseException:
                 self._backward_end = end  # so the next forward sees that it did not
                 raise
-            if is_last and not by_hand:
+            if how is BackwardEnd.LAST:
                 self.commit()
             if TIMELINES:
                 mark(Mark.BACKWARD_ENDED)
             if error:
                 raise RuntimeError(error)
 
-    def _leave_backward(self) -> str:
-        """Leave a backward to ``finalize_backward``, and return an error or an empty string.
+    def _end_groups(self, how: BackwardEnd) -> str:
+        """End the backward of all groups, launch what is to be reduced; return the first error.
 
-        Groups without synchronisation have nothing to reduce, and are finished now. Groups that a
+        By hand, groups without synchronisation have nothing to reduce, and end now. Groups that a
         pipeline step holds are left, as its backwards may be split.
         """
-        error = ""
-        for group in reversed(self.record.used_groups):
-            if group.gradients.reduces or LeaseKind.STEP in group.leases.out:
-                group.gradients.leave_backward()
-            else:
-                self.schedule.finish_backward(group, is_last=False)
-                error = group.gradients.end_of_backward() or error
-        keep_copies_within_step(self.groups, is_last=False)
-        self.schedule.flush()
-        if not error:
-            self.shared.queue.seal()
-        return error
-
-    def _finish_groups(self, *, is_last: bool) -> str:
-        """Finish the backward of all groups, launch all reductions, and return the first error."""
-        for group in reversed(self.record.used_groups):
-            self.schedule.finish_backward(group, is_last=is_last)
-        if len(self.record.used_groups) < len(self.groups):
-            for group in self.groups:  # backward reshards what a user gathered and no forward used
-                if group not in self.record.used_groups and not group.full_after_backward:
-                    group.drop_leases(LeaseKind.USER)
-        self._release_expired()
+        used, by_hand = tuple(reversed(self.record.used_groups)), how is BackwardEnd.BY_HAND
+        is_last = how is BackwardEnd.LAST
+        left = [
+            group
+            for group in (used if by_hand else ())
+            if group.gradients.reduces or LeaseKind.STEP in group.leases.out
+        ]
+        for group in used:
+            if group not in left:
+                self.schedule.end_backward(group, is_last=is_last)
+        if not by_hand:
+            self._end_unused()
         keep_copies_within_step(self.groups, is_last=is_last)
         self.schedule.flush()
-        end_pass(self.groups)  # before groups end: a backward that raises leaves no gradients
-        errors = [group.gradients.end_of_backward() for group in reversed(self.record.used_groups)]
+        if not by_hand:
+            end_pass(self.groups)  # before groups end: a backward that raises leaves no gradients
+        errors = [group.gradients.end_backward(left=group in left) for group in used]
         error = next(filter(None, errors), "")
         if not error:
             self.shared.queue.seal()
         if is_last:
             self.record.drop_post_forward()
         return error
+
+    def _end_unused(self) -> None:
+        """End what a user or a freed graph holds, where no forward used the group."""
+        if len(self.record.used_groups) < len(self.groups):
+            for group in self.groups:  # backward reshards what a user gathered and no forward used
+                if group not in self.record.used_groups and not group.full_after_backward:
+                    group.drop_leases(LeaseKind.USER)
+        self._release_expired()
 
     def commit(self) -> None:
         """Wait for reductions, put the sharded gradients in place, and give frames back.
@@ -319,7 +319,7 @@ class RootContext:
             each.at_commit(self.groups)
 
     def finalize_backward(self) -> None:
-        """Finish the backward of every group now, outside of a backward; ``commit`` follows.
+        """End the backward of every group now, outside of a backward; ``commit`` follows.
 
         Raises:
             RuntimeError: in the middle of a forward or backward, or if a parameter received a
@@ -329,7 +329,7 @@ class RootContext:
         for group in self.record.used_groups:
             if not group.full_after_backward:  # as it is now
                 group.leases.drop(LeaseKind.KEPT)
-        error = self._finish_groups(is_last=True)
+        error = self._end_groups(BackwardEnd.LAST)
         if error:
             self.commit()
             raise RuntimeError(error)

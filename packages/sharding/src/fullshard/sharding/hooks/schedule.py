@@ -251,14 +251,14 @@ class Schedule:
         group.release_backward(forward_pass.number, keep=group.full_after_backward)
         group.shared.queue.launch(self.due(group, ready))
 
-    def finish_backward(self, group: FSDPParamGroup, *, is_last: bool) -> None:
+    def end_backward(self, group: FSDPParamGroup, *, is_last: bool) -> None:
         """End all that backward left open in ``group``, and reduce it.
 
-        ``GroupGradients.end_of_backward`` follows. ``is_last``: no other backward follows before
+        ``GroupGradients.end_backward`` follows. ``is_last``: no other backward follows before
         the optimizer steps.
         """
         allowed = self.allows_kept_groups
-        ready = group.finish_backward(
+        ready = group.end_backward(
             keep=allowed and group.full_after_backward, keep_ahead=allowed and not is_last
         )
         group.shared.queue.launch(self.due(group, ready))

@@ -172,49 +172,46 @@ class GroupGradients:
             each for mask in masks for each in self._reductions_of(mask, [None] * len(self.params))
         ]
 
-    def end_of_backward(self) -> str:
-        """Reset the state of the group after a successful backward, whose reductions are launched.
+    def end_backward(self, *, left: bool) -> str:
+        """Note that a backward ended well, and that its reductions, if any, are launched.
+
+        Args:
+            left: ``finalize_backward`` is to reduce the group. A gradient that arrived after the
+                reduction of the group is an error, which that raises.
 
         Returns:
             An error message if a parameter received a gradient after its group was reduced, or an
             empty string. The other groups end first, as on ranks without an error.
         """
-        self.has_unreduced, late = self.waiting, ""
-        if self.has_unreduced and self.stage is BackwardStage.REDUCED:
-            late = ", ".join(
-                [p.name for p in self.params if p in self._sums or p.autograd_grad is not None]
-            )
-        if late:
-            self._stash()
+        stage, waiting, late = self.stage, self.waiting, ""
+        if stage is BackwardStage.REDUCED and waiting:
+            if left:
+                return ""
+            late = self._note_late()
+        self.has_unreduced = waiting
         if self.reduced:
             self._trained_before.clear()
-        elif not self.reduces:  # also if only other ranks used the group
+        elif not self.reduces or (left and stage in _UNREDUCED):  # also if only others used it
             self._trained_before.add(self._trainable())
-        self.in_unsynced_backward |= self.stage in _UNREDUCED
+        self.in_unsynced_backward |= stage in _UNREDUCED
+        self.in_unsynced_backward |= left and stage is BackwardStage.REACHED_AGAIN
         if self.setups.strategy.has_second_reduction:
-            self.setups.strategy.end_of_backward()
-        self.stage = BackwardStage.NONE
-        return late and (
-            f"{late} received a gradient after parameter group {self.setups.name!r} had been "
-            "reduced, so the sharded gradient lacks it; give the module's inputs a path to every "
-            "output that is used, or shard the part that has none by itself; under torch.autocast, "
-            "which caches casts of parameters, use one region per call, or cache_enabled=False"
+            self.setups.strategy.end_backward()
+        keeps = left and stage is BackwardStage.GRADIENT  # the end by hand has yet to see it
+        self.stage = stage if keeps else BackwardStage.NONE
+        return late
+
+    def _note_late(self) -> str:
+        """Keep gradients that came after the reduction, and return an error that names them."""
+        late = [p.name for p in self.params if p in self._sums or p.autograd_grad is not None]
+        self._stash()
+        return (
+            f"{', '.join(late)} received a gradient after parameter group {self.setups.name!r} had "
+            "been reduced, so the sharded gradient lacks it; give the module's inputs a path to "
+            "every output that is used, or shard the part that has none by itself; under "
+            "torch.autocast, which caches casts of parameters, use one region per call, or "
+            "cache_enabled=False"
         )
-
-    def leave_backward(self) -> None:
-        """Note a backward that ended well, but that ``finalize_backward`` is to finish.
-
-        A gradient that arrived after the reduction of the group is an error, which that raises.
-        """
-        stage = self.stage
-        if stage is BackwardStage.REDUCED and self.waiting:
-            return
-        if stage in _UNREDUCED:
-            self._trained_before.add(self._trainable())
-        self.end_of_backward()
-        self.in_unsynced_backward |= stage is BackwardStage.REACHED_AGAIN
-        if stage is BackwardStage.GRADIENT:  # ``finish_backward`` has yet to see it
-            self.stage = stage
 
     def abandon(self) -> bool:
         """Drop the gradients of an unfinished backward, and those of earlier ones without sync.

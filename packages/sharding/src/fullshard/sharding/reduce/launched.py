@@ -74,7 +74,7 @@ class LaunchedReduction:
         if not follows_later:
             self.land()
         elif self.in_flight is not None:
-            self.in_flight.finish()  # the host would wait for the second reduction
+            self.in_flight.launch_second()  # the host would wait for the second reduction
 
     def land(self) -> None:
         """Bring the result where it belongs, and free its memory, unless that was done.

@@ -65,7 +65,7 @@ class ReductionQueue:
         """
         for reduction in self._pending:
             if reduction.setup.strategy.has_second_reduction and reduction.in_flight is not None:
-                reduction.in_flight.finish()
+                reduction.in_flight.launch_second()
 
     def land(self) -> None:
         """Wait for all of them, and bring the results where they belong."""

@@ -119,7 +119,7 @@ class PlainReduce:
     def wait_for_last(self, waits: bool) -> None:
         """Leave what follows the reduce-scatter to the last backward of a step, or do not."""
 
-    def end_of_backward(self) -> None:
+    def end_backward(self) -> None:
         """Take notice that a backward ended well."""
 
     def abandon(self) -> None:
@@ -308,7 +308,7 @@ class TwoReductions(PlainReduce):
         self._waits_for_last = waits
         self.gives_gradients = self._synchronises and not waits
 
-    def end_of_backward(self) -> None:
+    def end_backward(self) -> None:
         """Drop gradients that a second reduction added, and keep the others."""
         self._ended += self._begun
         self._begun.clear()
