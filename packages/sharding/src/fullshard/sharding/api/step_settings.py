@@ -119,7 +119,8 @@ class StepSettings:
         """
         require_bool("reshard_after_forward", reshard_after_forward)
         for state in the_states(self, recurse):
-            state.after_forward = FixedReshard(forward=reshard_after_forward).after_forward
+            policy = FixedReshard(forward=reshard_after_forward)
+            state.settings.after_forward = policy.after_forward
             state.be_root(state.is_root)
             for group in state.own_groups:
                 group.reshard()
@@ -141,7 +142,9 @@ class StepSettings:
         """
         require_bool("reshard_after_backward", reshard_after_backward)
         for state in the_states(self, recurse):
-            state.after_backward = FixedReshard(backward=reshard_after_backward).after_backward
+            state.settings.after_backward = FixedReshard(
+                backward=reshard_after_backward
+            ).after_backward
             state.be_root(state.is_root)
 
     def set_placements(self, placements: ShardingPlacements, *, recurse: bool = True) -> None:
@@ -183,7 +186,7 @@ class StepSettings:
             TypeError: if ``unshard_in_backward`` is not a bool.
         """
         require_bool("unshard_in_backward", unshard_in_backward)
-        the_state(self).unshard_in_backward = unshard_in_backward
+        the_state(self).settings.unshard_in_backward = unshard_in_backward
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Keep the memory of full parameters at one address from step to step.
@@ -228,7 +231,7 @@ class StepSettings:
         Raises:
             TypeError: if one element is not sharded.
         """
-        the_state(self).forward_prefetch = states_of(modules)
+        the_state(self).settings.forward_prefetch = states_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather ``modules`` ahead, in this order, after this module's own gather in backward.
@@ -238,7 +241,7 @@ class StepSettings:
         Raises:
             TypeError: if one element is not sharded.
         """
-        the_state(self).backward_prefetch = states_of(modules)
+        the_state(self).settings.backward_prefetch = states_of(modules)
 
 
 def states_of(modules: Sequence[nn.Module]) -> list[ModuleState]:

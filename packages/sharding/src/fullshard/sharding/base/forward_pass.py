@@ -180,7 +180,7 @@ class Call:
         recompute: whether it runs inside a backward.
         backwards_before: how many backwards had ended when it began.
         leased: for how many of the module's groups it holds a FORWARD lease.
-        entered: whether it counts in the root's forward.
+        position: its place in the order of the root's forward; -1: it has none.
         forward_pass: the forward that a backward may follow; absent where gradients are off.
         contexts: those in which forward runs; None: there are none.
         in_transform: whether it runs inside a transform; see [Note: transforms].
@@ -194,7 +194,7 @@ class Call:
     recompute: bool
     backwards_before: int
     leased: int = 0
-    entered: bool = False
+    position: int = -1
     forward_pass: ForwardPass | None = None
     contexts: ExitStack | None = None
     in_transform: bool = False
@@ -220,19 +220,14 @@ class Call:
         if self.contexts is not None:
             self.contexts.close()
 
-    def watch_inputs(
-        self,
-        post_backward: _Hook,
-        forward_pass: ForwardPass,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> Inputs:
+    def watch_inputs(self, post_backward: _Hook, args: Args, kwargs: Kwargs) -> Inputs:
         """Make the backward that reaches an input call ``post_backward``; return the arguments.
 
         ``post_backward`` is called with the forward pass and the gradient of the input. If no input
         requires a gradient, the end of backward ends the pass.
         """
-        self.forward_pass = forward_pass
+        forward_pass = self.forward_pass
+        assert forward_pass is not None, "gradients are on"
         forward_pass.calls += 1
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as most are called
             found: Sequence[torch.Tensor] = args

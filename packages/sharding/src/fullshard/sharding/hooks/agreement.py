@@ -157,7 +157,7 @@ def _signature(
     For parameters on other meshes, only the number of ranks is reported: some ranks may hold
     experts that other ranks do not know. ``say`` gives names their form.
     """
-    name = say(state.label)
+    name, settings = say(state.label), state.settings
     lines = [f"module {name!r}"]
     count = 0
     for group in state.own_groups:
@@ -174,10 +174,10 @@ def _signature(
                 f"requires_grad={param.sharded.requires_grad}"
             )
         lines.append(_size_of(group, say))
-        settings = group.gradients.setups.settings
+        force_sum = group.gradients.setups.settings.force_sum
         lines.append(
             f"parameter group {say(group.name)!r} with "
-            f"sums only: {settings.force_sum}, hosts: {getattr(group.policies.wire, 'hosts', None)}"
+            f"sums only: {force_sum}, hosts: {getattr(group.policies.wire, 'hosts', None)}"
             f", moved by default by: {type(default_transport(process_group)).__name__}"
             f", storage kept: {group.gathering.keeps_storage}, full parameters kept: "
             f"{group.gathering.keeps_full}, gradients that wait reduced over: "
@@ -185,10 +185,10 @@ def _signature(
         )
     lines.append(f"the end of module {name!r} with {count} parameters of its own")
     lines.append(
-        f"module {name!r} resharded after forward: {state.after_forward(is_root)}, after "
-        f"backward: {state.after_backward(is_root)}, over a post-forward mesh of: "
+        f"module {name!r} resharded after forward: {settings.after_forward(is_root)}, after "
+        f"backward: {settings.after_backward(is_root)}, over a post-forward mesh of: "
         f"{[group.gathering.post_forward_size for group in state.own_groups]}, prefetched by "
-        f"{_describe(state.prefetch)}"
+        f"{_describe(settings.prefetch)}"
         + (f", scheduled by {state.context.schedule!r}" if is_root else "")
     )
     return lines

@@ -58,9 +58,7 @@ def initialise_root(root: ModuleState) -> None:
     context.adopt(states)
     _join(context)
     for state in states:
-        state.context = context
-        state.be_root(state is root)
-        state.initialised = True
+        state.join(context, is_root=state is root)
     _warn_of_unmatched(root, groups, names)
     _warn_of_hooks(groups)
     warn_of_unwritten({each: n for top in root.modules for n, each in top.named_modules()})
@@ -99,7 +97,7 @@ def _name(root: ModuleState, states: list[ModuleState]) -> list[str]:
         for name, module in top.named_modules():
             names.setdefault(module, ".".join(filter(None, (prefix, name))))
     for state in states:
-        state.rename(", ".join(names[module] for module in state.modules if module in names))
+        state.name = ", ".join(names[module] for module in state.modules if module in names)
         for group, name in zip(state.own_groups, _group_names(state), strict=True):
             group.rename(name)
             for param in group.params:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from time import perf_counter_ns
 from typing import Any, TypeAlias
@@ -18,7 +17,7 @@ from torch import nn
 
 from fullshard.comm import EventKind
 from fullshard.comm.spi import NOTHING, WATCHERS, emit, is_profiled, named_range
-from fullshard.sharding.base.casting import InputCasts
+from fullshard.sharding.base.casting import Casts
 from fullshard.sharding.base.compat import (
     current_graph_task,
     functorch_is_active,
@@ -26,12 +25,13 @@ from fullshard.sharding.base.compat import (
     untraced,
 )
 from fullshard.sharding.base.forward_pass import Call, CallInputs, ForwardPass
-from fullshard.sharding.base.policies import Policies, declares
+from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.stand_ins import Args, Inputs, Kwargs
 from fullshard.sharding.base.states import LeaseKind
 from fullshard.sharding.groups.param_group import FSDPParamGroup
 from fullshard.sharding.hooks.context import RootContext
-from fullshard.sharding.hooks.schedule import ShardedModule
+from fullshard.sharding.hooks.list_pass import ListPass
+from fullshard.sharding.hooks.module_settings import ModuleSettings
 from fullshard.sharding.hooks.transforms import (
     outside_transforms,
     refuse_tracing,
@@ -57,16 +57,13 @@ class ModuleState:
         own_groups: the group of its parameters; none if it has no parameters of its own.
         groups: those, and the groups that own a parameter tied into its modules.
         mesh_info: the mesh over which it is sharded.
-        device: where it computes.
         context: what all under its root share; its own until a root is found.
+        settings: what policies and the user chose.
         name: the full name of its first module from the root.
-        label: its name for people: the root's is empty.
-        forward_prefetch: what the user set to be gathered ahead in forward; replaces the policy.
-        backward_prefetch: the same for backward.
-        casts_nothing: whether the policy leaves inputs and outputs unchanged.
-        after_forward, after_backward: say whether to reshard: the policy, or what a user set.
+        is_root: whether it is the root.
+        reshards_after_forward: whether it does, as the root or not.
+        casts: how its inputs and outputs are cast.
         host_ns: nanoseconds spent in its hooks so far.
-        unshard_in_backward: whether backward needs full parameters.
     """
 
     def __init__(
@@ -83,26 +80,14 @@ class ModuleState:
         self.own_groups = list(groups)
         self.groups = list(dict.fromkeys([*self.own_groups, *borrowed]))
         self.mesh_info = mesh_info
-        self.device = device_of_mesh(mesh_info.mesh)
         self.context = context
-        self.casts = policies.precision
-        self.casts_nothing = declares(policies.precision, "casts_nothing")
-        self.after_forward = policies.reshard.after_forward
-        self.after_backward = policies.reshard.after_backward
-        self.prefetch = policies.prefetch
-        self.rename("")
-        self.initialised = False
+        self.settings = ModuleSettings.of(policies)
+        self.name = ""
         self.be_root(False)
-        self.forward_prefetch: Sequence[ShardedModule] = []
-        self.backward_prefetch: Sequence[ShardedModule] = []
         self.host_ns = 0
-        self.unshard_in_backward = True
-        self._rank = mesh_info.shard_rank
         self._calls: list[Call] = []
-        self._to_run: set[nn.Module] = set()
-        self._place = -1  # in the post-forward order, of the present pass over a list
-        self._latest: weakref.ref[ForwardPass] | None = None  # see [Note: forward pass]
-        self._initialise: Callable[[ModuleState], None] = _unattached
+        self._pass = ListPass()
+        self._initialise: Callable[[ModuleState], None] | None = None  # until it has a root
 
     def attach(self, initialise: Callable[[ModuleState], None]) -> None:
         """Put the state and its hooks on its modules; ``initialise`` will make it the root."""
@@ -113,20 +98,28 @@ class ModuleState:
             # always_call: non-reentrant checkpointing ends a recomputation by an exception
             module.register_forward_hook(self.post_forward, always_call=True)
 
-    def rename(self, name: str) -> None:
-        """Give it its full name."""
-        self.name = name
-        self.label = name or "(root)"
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return device_of_mesh(self.mesh_info.mesh)
+
+    @property
+    def label(self) -> str:
+        """Its name for people: the root's is empty."""
+        return self.name or "(root)"
+
+    @property
+    def unshard_in_backward(self) -> bool:
+        """Whether backward needs full parameters."""
+        return self.settings.unshard_in_backward
 
     def be_root(self, is_root: bool) -> None:
         """Take the role of a root or not, and ask the policy what that means for resharding."""
         self.is_root = is_root
-        self.reshards_after_forward = self.after_forward(is_root)
-        device = self.device if is_root and self.device.type != "cpu" else None
-        self._input_casts = InputCasts(self.casts, device)
-        self._casts_inputs = device is not None or not self.casts_nothing
+        self.reshards_after_forward = self.settings.after_forward(is_root)
+        self.casts = Casts.of(self.settings.casts, self.device if is_root else None)
         for group in self.own_groups:
-            group.full_after_backward = not self.after_backward(is_root)
+            group.full_after_backward = not self.settings.after_backward(is_root)
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -138,41 +131,50 @@ class ModuleState:
             with named_range("pre_forward", self.name) if is_profiled() else NOTHING:
                 if in_transform():
                     return self._begin_in_transform(module, args, kwargs)
-                return self._begin_call(module, args, kwargs)
+                call = self._begin_call()
+                if self.casts.of_inputs:
+                    args, kwargs = call.stand_ins.through(self.casts.made, args, kwargs)
+                self._unshard_for(call, module)
+                if call.forward_pass is None:
+                    return args, kwargs
+                return call.watch_inputs(self.post_backward, args, kwargs)
         finally:
             self.host_ns += perf_counter_ns() - start
 
     def _begin_in_transform(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Inputs:
         """Begin a call inside a transform of ``torch.func``; see [Note: transforms]."""
         refuse_tracing(self.label)
-        outside_transforms(self._begin_call)(module, (), {})
-        call = self._calls[-1]
+        call = outside_transforms(self._begin_call)()
+        outside_transforms(self._unshard_for)(call, module)
         call.in_transform = True
-        args, kwargs = call.stand_ins.through(self._input_casts.made, args, kwargs)
+        args, kwargs = call.stand_ins.through(self.casts.made, args, kwargs)
         if call.forward_pass is None:
             return args, kwargs
+        call.watch_inputs(self.post_backward, (), {})
         hook = partial(self.pre_backward, call.forward_pass, None)
         return call.stand_ins.through(partial(watch, hook), args, kwargs)
 
-    def _begin_call(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Inputs:
-        if not self.initialised:
+    def _begin_call(self) -> Call:
+        """Enter the forward of the root, or a recomputation, and return the call."""
+        if self._initialise is not None:
             self.ensure_initialised()
-        context, schedule = self.context, self.context.schedule
-        recompute, position = current_graph_task() != -1, -1
-        call = Call(recompute=recompute, backwards_before=context.backwards_ended)
+        context = self.context
+        call = Call(current_graph_task() != -1, context.backwards_ended)
         if call.recompute:
             torch.clear_autocast_cache()  # see [Note: autocast]
-            schedule.begin_recompute(context.enter_backward)
+            context.schedule.begin_recompute(context.enter_backward)
         else:
             # may reset all calls in progress, so ours comes after
-            position = context.enter_forward(self)
-            call.entered = True
+            call.position = context.enter_forward(self)
         self._calls.append(call)
         if WATCHERS:
-            emit(EventKind.PRE_FORWARD, self.label, rank=self._rank)
-        if self._casts_inputs:
-            args, kwargs = call.stand_ins.through(self._input_casts.made, args, kwargs)
-        first = len(self.modules) == 1 or self._begin_pass(module)
+            emit(EventKind.PRE_FORWARD, self.label, rank=self.mesh_info.shard_rank)
+        return call
+
+    def _unshard_for(self, call: Call, module: nn.Module) -> None:
+        """Hold the groups for ``call`` of ``module``, gather them, and gather others ahead."""
+        schedule = self.context.schedule
+        first = len(self.modules) == 1 or self._pass.begin(module, self.modules)
         for group in self.groups:
             group.begin_forward(recompute=call.recompute)
             call.leased += 1
@@ -180,39 +182,28 @@ class ModuleState:
         for group in self.groups:
             group.wait_for_unshard()
         if first and not call.recompute:
-            order, policy = context.record.last_forward, self.prefetch.in_forward
-            for target in self.forward_prefetch or order.ahead_of(position, self.name, policy):
+            order = self.context.record.last_forward
+            for target in self.settings.ahead_in_forward(order, call.position, self.name):
                 for group in target.groups:
                     group.drop_stale()
                     schedule.prefetch(group)
-        forward_pass = self._pass_of(first, call) if torch.is_grad_enabled() else None
-        begin = None if forward_pass is None else partial(self.pre_backward, forward_pass, None)
+        if torch.is_grad_enabled():
+            call.forward_pass = self._pass_of(call, first=first)
+        kept = call.forward_pass
+        begin = None if kept is None else partial(self.pre_backward, kept, None)
         for group in self.groups:
             for each in group.extensions:
                 call.enter(each.around_forward(self.label, self.groups, begin))
-        if forward_pass is None:
-            return args, kwargs
-        return call.watch_inputs(self.post_backward, forward_pass, args, kwargs)
 
-    def _begin_pass(self, module: nn.Module) -> bool:
-        """Return whether ``module`` is the first of its list to run in this pass over the list."""
-        if module in self._to_run:
-            self._to_run.discard(module)
-            return False
-        self._to_run = set(self.modules) - {module}
-        self._place = -1
-        return True
-
-    def _pass_of(self, first: bool, call: Call) -> ForwardPass:
+    def _pass_of(self, call: Call, *, first: bool) -> ForwardPass:
         """Return the forward pass that all modules of the list share in one pass over it."""
-        latest = None if first or self._latest is None else self._latest()
-        if latest is not None and not latest.done:
-            return latest
-        latest = ForwardPass(self._pass_expired, recompute=call.recompute)
-        for group in self.groups:
-            group.add_pass(latest)
-        self._latest = weakref.ref(latest)
-        return latest
+        shared = None if first else self._pass.shared()
+        if shared is None:
+            shared = ForwardPass(self._pass_expired, recompute=call.recompute)
+            for group in self.groups:
+                group.add_pass(shared)
+            self._pass.share(shared)
+        return shared
 
     def _pass_expired(self, number: int, thread: int) -> None:
         for group in self.groups:
@@ -242,7 +233,7 @@ class ModuleState:
                     output = self._end_in_transform(call, output)
                 else:
                     self._end_call(call, output, call.watch_output(self.pre_backward, output))
-                return output if self.casts_nothing else self.casts.cast_output(output)
+                return self.casts.output(output) if self.casts.of_outputs else output
         finally:
             self.host_ns += perf_counter_ns() - start
 
@@ -260,11 +251,10 @@ class ModuleState:
         if self.groups and call.recompute:
             record.place_again(self, kept_for)
         elif self.groups:
-            self._place = record.place(self, kept_for, self._place)
-            if not self._to_run:
-                self._place = -1
+            place = record.place(self, kept_for, self._pass.place)
+            self._pass.place = place if self._pass.unfinished else -1
         if WATCHERS:
-            emit(EventKind.POST_FORWARD, self.label, rank=self._rank)
+            emit(EventKind.POST_FORWARD, self.label, rank=self.mesh_info.shard_rank)
         if kept_for is None:
             torch.clear_autocast_cache()  # see [Note: autocast]
         keep = output is not None and not self.reshards_after_forward
@@ -273,12 +263,12 @@ class ModuleState:
         for group in self.groups[: call.leased]:
             if not call.recompute:
                 self.context.schedule.keep_after_forward(
-                    group, kept_for, keep=keep, unfinished=bool(self._to_run)
+                    group, kept_for, keep=keep, unfinished=self._pass.unfinished
                 )
             elif kept_for is not None:
                 group.leases.add(LeaseKind.RECOMPUTE)
             group.release(LeaseKind.FORWARD)
-        if call.entered:
+        if not call.recompute:
             self.context.leave_forward(raised=output is None and sys.exception() is not None)
 
     # -- backward ---------------------------------------------------------------------------------
@@ -298,7 +288,7 @@ class ModuleState:
                 forward_pass.begin_backward()
                 self._announce(forward_pass, inputs)
                 if WATCHERS:
-                    emit(EventKind.PRE_BACKWARD, self.label, rank=self._rank)
+                    emit(EventKind.PRE_BACKWARD, self.label, rank=self.mesh_info.shard_rank)
                 for group in self.groups:
                     group.begin_backward(forward_pass)
                     if self.unshard_in_backward:
@@ -306,9 +296,8 @@ class ModuleState:
                 for group in self.groups:
                     group.wait_for_unshard()
                 order, place = context.record.post_forward, forward_pass.place
-                policy = self.prefetch.in_backward
-                for target in self.backward_prefetch or order.ahead_of(place, self.name, policy):
-                    for group in target.groups if target.unshard_in_backward else ():
+                for target in self.settings.ahead_in_backward(order, place, self.name):
+                    for group in target.groups:
                         schedule.prefetch(group)
         finally:
             self.host_ns += perf_counter_ns() - start
@@ -316,7 +305,7 @@ class ModuleState:
     def _announce(self, forward_pass: ForwardPass, inputs: _Given) -> None:
         """Tell the pass of a call whose outputs backward reached, and cast its inputs again."""
         if inputs is not None and forward_pass.announce(inputs) and inputs.cast:
-            stand_ins = self._input_casts.put_again(inputs.cast)
+            stand_ins = self.casts.put_again(inputs.cast)
             self.context.at_end_of_backward(stand_ins.take_back)
 
     @untraced
@@ -351,8 +340,18 @@ class ModuleState:
 
     def ensure_initialised(self) -> None:
         """Make this module the root, unless it has been given one."""
-        if not self.initialised:
+        if self._initialise is not None:
             self._initialise(self)
+
+    @property
+    def initialised(self) -> bool:
+        """Whether a root was found for it."""
+        return self._initialise is None
+
+    def join(self, context: RootContext, *, is_root: bool) -> None:
+        """Belong to a root from now on, or be one."""
+        self.context, self._initialise = context, None
+        self.be_root(is_root)
 
     @outside_transforms
     def unshard(self, *, async_op: bool) -> None:
@@ -382,9 +381,4 @@ class ModuleState:
             call.leave()
             call.stand_ins.take_back()
         self._calls.clear()
-        self._to_run.clear()
-        self._latest = None
-
-
-def _unattached(state: ModuleState) -> None:
-    raise AssertionError(f"{state.name} was used before it was attached")
+        self._pass.reset()

@@ -38,8 +38,11 @@ class ShardedModule(Protocol):
     name: str
     groups: list[FSDPParamGroup]
     own_groups: list[FSDPParamGroup]
-    unshard_in_backward: bool
     host_ns: int
+
+    @property
+    def unshard_in_backward(self) -> bool:
+        """Whether backward needs full parameters."""
 
     def reset(self) -> None:
         """Forget the calls in progress."""

@@ -91,7 +91,7 @@ class FSDPState(_Shown):
 
     @property
     def _mp_policy(self) -> object:
-        return self._state.casts
+        return self._state.settings.casts
 
     @property
     def _is_root(self) -> bool:
