@@ -274,7 +274,7 @@ def test_bytes_that_travel_and_are_held_equal_the_formulas(name: str) -> None:
 def _held_bytes(layer: nn.Module) -> int:
     """Bytes of full parameters and compute shards that a layer holds now."""
     group = group_of(layer)
-    sent: Any = group.gathering.prepare().inputs.sends(group.gathering.config)
+    sent: Any = group.gathering.setup.prepare().inputs.sends(group.gathering.config)
     stored = {each.shard.untyped_storage().data_ptr() for each in group.params}
     others = [each for each in sent.tensors if each.untyped_storage().data_ptr() not in stored]
     return _full_bytes(layer) + sum(each.untyped_storage().nbytes() for each in others)

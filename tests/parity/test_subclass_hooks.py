@@ -298,7 +298,7 @@ def test_a_smaller_world_for_the_backward_gather_changes_nothing(kind: str) -> N
             net = _shard(_net(wrap), reshard_after_forward=reshard)
             loss = net(_rows(0)).sum()
             (group,) = the_state(net[0]).own_groups
-            assert group.gathering.prepare().inputs.has_copies is (reshard == 2)
+            assert group.gathering.setup.prepare().inputs.has_copies is (reshard == 2)
             loss.backward()
             net.zero_grad()
             results.append(_train(net))

@@ -171,7 +171,7 @@ def test_a_smaller_world_for_the_backward_gather_changes_nothing() -> None:
     model, plain = _sharded(mesh, reshard_after_forward=2), build()
     (group,) = the_state(model.blocks[0]).own_groups
     model(_rows(mesh, 1)[0])
-    assert group.gathering.prepare().inputs.has_copies
+    assert group.gathering.setup.prepare().inputs.has_copies
     train(model, _rows(mesh, 2))
     train(plain, _whole(2))
     assert_equal(parameters_of(model), parameters_of(plain), rounding(4, steps=2), "parameters")

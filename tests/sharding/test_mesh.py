@@ -276,7 +276,7 @@ def test_each_slice_of_a_mesh_has_post_forward_meshes_of_its_own() -> None:
         out = linear(torch.ones(1, 4))
         out.sum().backward()
         group = group_of(linear)
-        assert group.gathering.post_forward_size == (0 if size == 1 else size)
+        assert group.gathering.setup.post_forward_size == (0 if size == 1 else size)
 
 
 @distributed(4)
@@ -284,7 +284,7 @@ def test_the_next_gather_uses_compute_shards_up_unless_a_user_asks_for_the_param
     sizes: list[int] = []
     linear: Any = fully_shard(nn.Linear(4, 4), mesh=cpu_mesh(), reshard_after_forward=2)
     linear.set_custom_all_gather(ToldAllGather(lambda _, group: sizes.append(group.size())))
-    inputs = group_of(linear).gathering.prepare().inputs
+    inputs = group_of(linear).gathering.setup.prepare().inputs
     loss = linear(torch.ones(1, 4)).sum()
     linear.reshard()  # there is no full parameter to free
     with torch.no_grad():
@@ -321,5 +321,5 @@ def test_a_smaller_world_that_does_not_divide_one_of_the_meshes_is_an_error() ->
     replicated = fully_shard(
         linear, mesh=mesh, dp_mesh_dims=Dims(replicate=("out", "in")), reshard_after_forward=3
     )  # as in torch, where nothing is sharded there is nothing to say
-    assert group_of(replicated).gathering.post_forward_size == 0
+    assert group_of(replicated).gathering.setup.post_forward_size == 0
     assert replicate(nn.Linear(2, 2)) is not None

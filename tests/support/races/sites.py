@@ -83,7 +83,7 @@ KEPT: dict[Site, str] = {
     ("BufferedUnshard", "_full"): _VIEWS,
     ("CommStreams", "_retired"): "changed in both uses of `BufferSource.release`",
     ("GroupGradients", "_sums"): "used by the current stream alone",
-    ("Gathering", "_prepared"): _FLIGHT,
+    ("GatherSetup", "prepared"): _FLIGHT,
     ("TwoReductions", "_begun"): _FLIGHT,
     ("TwoReductions", "_ended"): _FLIGHT,
     ("TwoReductions", "_partial"): "changed in TwoReductions.launch",

@@ -141,7 +141,7 @@ class GatherChecks(GroupExtension):
 def _require_full(module: str, param: FSDPParam) -> None:
     """Raise if backward, which entered ``module``, reads ``param`` while its group is sharded."""
     group = cast(FSDPParamGroup, param.group)
-    if group.state is not ShardedState.UNSHARDED and not group.gathering.keeps_storage:
+    if group.state is not ShardedState.UNSHARDED and not group.gathering.setup.keeps_storage:
         raise RuntimeError(
             f"backward reads {param.name}, which is sharded: backward entered module {module!r} "
             "through a tensor that its forward did not return. Return that tensor from forward, "

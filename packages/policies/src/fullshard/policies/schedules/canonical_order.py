@@ -274,7 +274,7 @@ class CanonicalOrder(Schedule):
 
 def _launch_reductions(group: FSDPParamGroup) -> None:
     """Launch the reductions of all gradients of ``group``, or of zeros where there are none."""
-    group.gathering.prepare()  # if no gather did since its parameters were replaced
+    group.gathering.setup.prepare()  # if no gather did since its parameters were replaced
     group.shared.queue.launch(group.gradients.pop_ready(reduce=True))
 
 

@@ -195,7 +195,7 @@ class LeasedParams(FullParams):
 
     def arrived(self, param: FSDPParam) -> torch.Tensor:
         """Return the shard with the values that a gather delivered."""
-        return self.group.gathering.prepare().inputs.arrived(param)
+        return self.group.gathering.setup.prepare().inputs.arrived(param)
 
 
 class CopiedParams(FullParams):

@@ -76,7 +76,7 @@ class CommSettings:
         kept = [
             group.name
             for group in context.groups
-            if group.gathering.post_forward_size or group.gathering.keeps_full
+            if group.gathering.setup.post_forward_size or group.gathering.keeps_full
         ]
         if kept and not chosen.allows_kept_groups:
             raise ValueError(

@@ -63,7 +63,7 @@ def construct(
     _warn_of_hooks(made)
     groups = [FSDPParamGroup(each, policies, context.shared) for each in _by_process_groups(made)]
     for group in groups:
-        group.gathering.set_post_forward_mesh(placed.post_forward_mesh(group.mesh_info))
+        group.gathering.setup.set_post_forward_mesh(placed.post_forward_mesh(group.mesh_info))
     watch_optimizers(groups)
     # No error is raised below; up to here the modules are unchanged.
     for group in groups:

@@ -124,7 +124,7 @@ class StepSettings:
             state.be_root(state.is_root)
             for group in state.own_groups:
                 group.reshard()
-                group.gathering.set_post_forward_mesh(None)
+                group.gathering.setup.set_post_forward_mesh(None)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

@@ -1,6 +1,6 @@
 """A group's parameters, sharded or gathered: the state machine and the memory behind it.
 
-Owns the state, the transitions, the gather in flight and the choice of the unshard strategy.
+Owns the state, the transitions and the gather in flight. ``GatherSetup`` chooses how to gather.
 Refuses to know who needs the parameters and for how long: ``FSDPParamGroup`` asks for one state or
 the other.
 """
@@ -9,35 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
 
 import torch
 
 from fullshard.comm import AllGather, CommStreams, EventKind, GatherConfig, Layout
-from fullshard.comm.spi import LISTENERS, BufferSource, emit, rank_major
+from fullshard.comm.spi import LISTENERS, BufferSource, emit
 from fullshard.sharding.base.compat import current_graph_task
 from fullshard.sharding.base.forward_pass import ParameterGeneration
 from fullshard.sharding.base.policies import Policies
 from fullshard.sharding.base.states import TRANSITIONS, ShardedState, illegal_transition
 from fullshard.sharding.extension import GroupExtension
-from fullshard.sharding.gather.compute_shards import PostForwardInputs, TwoLevelInputs
-from fullshard.sharding.gather.hooked import HookedInputs, HookedUnshard
-from fullshard.sharding.gather.in_place import (
-    AliasedUnshard,
-    SharedBufferUnshard,
-    open_shared_memory,
-)
-from fullshard.sharding.gather.strategy import (
-    BufferedUnshard,
-    FinishesGather,
-    GatherInputs,
-    Holders,
-    UnshardedMemory,
-    UnshardStrategy,
-)
-from fullshard.sharding.mesh.mesh_info import FSDPMeshInfo, TwoLevelMeshInfo
+from fullshard.sharding.gather.setup import GatherSetup
+from fullshard.sharding.gather.strategy import FinishesGather, Holders, UnshardStrategy
+from fullshard.sharding.mesh.mesh_info import TwoLevelMeshInfo
 from fullshard.sharding.params.param import FSDPParam
-from fullshard.sharding.params.param_sharding import has_hooks
 from fullshard.sharding.params.swap import Swap
 
 __all__ = ["Gathering"]
@@ -56,11 +41,11 @@ class Gathering:
         state: where the parameters are.
         config: what gathers with its own collective share.
         swap: what puts parameters into modules.
+        setup: how they are gathered.
         in_flight: a gather that it takes part in, until it is finished.
         gathers: gathers launched so far.
         kept_by_graphs: a graph may keep the group, at any time: whether one does now, ranks may see
             differently.
-        keeps_storage: the memory of the full parameters stays allocated while they are sharded.
         keeps_full: full parameters outlive a reshard; see [Note: kept copies].
         keeps_copies: whether full parameters or compute shards outlive a reshard.
         within_step: the last backward was one that others of the same step follow.
@@ -88,22 +73,19 @@ class Gathering:
         self.state = _SHARDED
         self.config = config
         self.swap = Swap(self.params)
+        self.setup = GatherSetup(params, policies, config.device, generation)
         self.in_flight: object = None
         self.gathers = 0
         self.kept_by_graphs = False
-        self.keeps_storage = self.keeps_full = self.within_step = False
+        self.keeps_full = self.within_step = False
         self._two_levels = isinstance(params[0].mesh_info, TwoLevelMeshInfo)
         self.keeps_copies = self._two_levels
         self._full_of = -1  # the generation of full parameters that outlived a reshard
         self._user_wrote = False
-        self._policies = policies
+        self._wire = policies.wire
         self._generation = generation
         self._gathered_of = generation.number
-        self._prepared: BufferedUnshard | None = None
-        self._strategy: UnshardStrategy | None = None
         self._finishes: FinishesGather | None = None  # the gather in flight
-        self._chosen_for: AllGather | None = None  # None: it is chosen at the next gather
-        self._post_forward: FSDPMeshInfo | None = None
         self.extensions: Sequence[GroupExtension] = ()
 
     # -- set-up -----------------------------------------------------------------------------------
@@ -122,11 +104,13 @@ class Gathering:
         This memory belongs to this rank only. Autograd may read an alias of a sharded parameter in
         it: the values are those of the last gather, as if the parameter were still unsharded.
         """
-        if keep == self.keeps_storage:
+        setup = self.setup
+        if keep == setup.keeps_storage:
             return
-        self.keeps_storage, self._chosen_for = keep, None
-        if self._prepared is not None:
-            memory = self._prepared.memory
+        setup.keeps_storage = keep
+        setup.choose_again()
+        if setup.prepared is not None:
+            memory = setup.prepared.memory
             memory.stays = keep
             if not keep and self.state is _SHARDED:
                 memory.free()
@@ -142,19 +126,19 @@ class Gathering:
             self.drop_full()
             self.keeps_full = keep
             self.keeps_copies = keep or self._two_levels
-            self._chosen_for = None  # groups that are full at once share memory otherwise
+            self.setup.choose_again()  # groups that are full at once share memory otherwise
 
     def drop_full(self) -> None:
         """Free full parameters that outlived a reshard."""
-        if self._full_of != -1 and self._strategy is not None:
+        if self._full_of != -1 and self.setup.strategy is not None:
             self._full_of = -1
-            self._strategy.memory.free()
+            self.setup.strategy.memory.free()
 
     def drop_copies(self) -> None:
         """Let the next gather start from the stored shards."""
         self.drop_full()
-        if self._prepared is not None:
-            self._prepared.inputs.forget_copies()
+        if self.setup.prepared is not None:
+            self.setup.prepared.inputs.forget_copies()
 
     @property
     def has_full(self) -> bool:
@@ -162,70 +146,14 @@ class Gathering:
         return self._full_of == self._generation.number
 
     @property
-    def post_forward_size(self) -> int:
-        """Ranks over which compute shards are kept from forward to backward; 0: none are kept."""
-        return 0 if self._post_forward is None else self._post_forward.shard_world_size
-
-    def set_post_forward_mesh(self, mesh_info: FSDPMeshInfo | None) -> None:
-        """Keep compute shards over ``mesh_info`` from forward to backward; None: keep none.
-
-        A mesh is given before the first gather.
-        """
-        if mesh_info is not self._post_forward:
-            self._post_forward, self._chosen_for = mesh_info, None
-            if self._prepared is not None:
-                self._prepared.inputs = cast(PostForwardInputs, self._prepared.inputs).stored
-
-    @property
     def layout(self) -> Layout:
         """The layout of the group's gathers."""
-        if self._prepared is not None:
-            return self._prepared.inputs.layout
-        specs = tuple(param.sent for param in self.params)
-        return rank_major(specs, self.config.process_group.size(), 0)
+        return self.setup.layout
 
     @property
     def strategy(self) -> UnshardStrategy | None:
         """How the group is gathered now; None where the next gather chooses."""
-        return self._strategy if self._chosen_for is self.config.comm else None
-
-    def prepare(self) -> BufferedUnshard:
-        """Return memory and inputs, made at the first call since a look at what modules hold."""
-        if self._prepared is None:
-            plain = [param for param in self.params if not has_hooks(param.name, param.shard)]
-            to_use = [param.sharding.to_use for param in plain]
-            specs = [param.gather_spec for param in plain]
-            memory = UnshardedMemory(specs, self.config.device, to_use)
-            memory.stays = self.keeps_storage
-            for param, unsharded in zip(plain, memory.params, strict=True):
-                param.attach_unsharded(unsharded)
-            mesh_info = self.params[0].mesh_info
-            if isinstance(mesh_info, TwoLevelMeshInfo):
-                levels = TwoLevelInputs(self.params, self.layout, mesh_info, self._generation)
-                self._prepared = BufferedUnshard(memory, levels)
-            elif len(plain) == len(self.params):
-                self._prepared = BufferedUnshard(memory, GatherInputs(self.params, self.layout))
-            else:
-                inputs = HookedInputs(self.params, self.layout, self._policies.precision)
-                self._prepared = HookedUnshard(memory, inputs)
-            if self._post_forward is not None:
-                self._prepared.inputs = PostForwardInputs(
-                    self._prepared.inputs, self._post_forward, self._generation
-                )
-        return self._prepared
-
-    def _choose(self, buffered: BufferedUnshard) -> UnshardStrategy:
-        """Return how to gather from now on; a collective call, where memory is shared."""
-        config, memory, inputs = self.config, buffered.memory, buffered.inputs
-        self._chosen_for = config.comm
-        if type(buffered) is HookedUnshard or self.keeps_storage or inputs.cuts_full:
-            return buffered
-        if config.collective.offers.aliases_input(config.process_group) and inputs.as_stored:
-            return AliasedUnshard(memory, inputs)
-        shared = None
-        if memory.can_move and inputs.layout.specs == memory.specs:  # no copy-out is needed
-            shared = open_shared_memory(inputs.layout, config, memory.to_use)
-        return buffered if shared is None else SharedBufferUnshard(memory, inputs, shared)
+        return self.setup.strategy if self.setup.chosen_for is self.config.comm else None
 
     def adopt_registered(self, params: Sequence[FSDPParam] | None = None) -> bool:
         """Look at what the modules hold now, and return whether gathers are to be prepared again.
@@ -237,17 +165,18 @@ class Gathering:
         Args:
             params: those to look at, of a sharded group; None: all.
         """
-        changed, wire = False, self._policies.wire
+        changed, wire = False, self._wire
         for param in self.params if params is None else params:
             replaced = param.adopt_registered()
             changed |= param.resolve_dtypes(wire) or replaced
         if params is None and self.state is not _UNSHARDED:
             self.swap.to_sharded()
-        if self._prepared is None or not changed:
+        if self.setup.prepared is None or not changed:
             return False
         self.reshard()
         self.drop_full()
-        self._prepared = self._strategy = self._finishes = None
+        self.setup.forget()
+        self._finishes = None
         return True
 
     # -- the state machine ------------------------------------------------------------------------
@@ -270,14 +199,15 @@ class Gathering:
                 self.swap.sync_requires_grad()  # a user may have frozen what is registered now
                 self.swap.to_unsharded()  # functional_call puts back what was there before it
             return False
+        setup = self.setup
         if self._full_of != -1:
-            if self.has_full and self._chosen_for is self.config.comm:
+            if self.has_full and setup.chosen_for is self.config.comm:
                 self._use_full()
                 return False
             self.drop_full()
-        strategy = self._strategy
-        if strategy is None or self._chosen_for is not self.config.comm:
-            strategy = self._strategy = self._choose(self._prepared or self.prepare())
+        strategy = setup.strategy
+        if strategy is None or setup.chosen_for is not self.config.comm:
+            strategy = setup.choose(self.config)
         self.announce(strategy)
         self.set_in_flight(strategy.launch(self.config, async_op=async_op), strategy)
         return True
@@ -312,6 +242,7 @@ class Gathering:
         """Finish the gather: the modules hold full parameters after it."""
         self._user_wrote |= holders.user_may_write
         in_flight, self.in_flight = self.in_flight, None
+        prepared = self.setup.prepared
         if in_flight is not None and self._finishes is not None:
             self._finishes.finish(in_flight, holders)
             self.swap.to_unsharded()
@@ -320,11 +251,10 @@ class Gathering:
                 emit(EventKind.WAIT, self.name, rank=self.rank)
             for each in self.extensions:
                 each.after_gather()
-        elif holders.user_may_write and self.state is _UNSHARDED and self._prepared is not None:
-            memory = self._prepared.memory
-            memory.point_at(memory.home, holders)
-        if holders.in_block and self._prepared is not None:
-            self._prepared.memory.home.make_private()
+        elif prepared is not None and holders.user_may_write and self.state is _UNSHARDED:
+            prepared.memory.point_at(prepared.memory.home, holders)
+        if prepared is not None and holders.in_block:
+            prepared.memory.home.make_private()
 
     def register(self) -> None:
         """Make the modules hold what the group is now, whatever they were given."""
@@ -337,7 +267,7 @@ class Gathering:
 
     def reshard(self, *, after_forward: bool = False) -> None:
         """Free the full parameters; ``after_forward``: keep compute shards over few ranks."""
-        strategy, state = self._strategy, self.state
+        strategy, state = self.setup.strategy, self.state
         if state is _SHARDED or strategy is None:
             return
         try:

@@ -179,7 +179,7 @@ def _signature(
             f"parameter group {say(group.name)!r} with "
             f"sums only: {force_sum}, hosts: {getattr(group.policies.wire, 'hosts', None)}"
             f", moved by default by: {type(default_transport(process_group)).__name__}"
-            f", storage kept: {group.gathering.keeps_storage}, full parameters kept: "
+            f", storage kept: {group.gathering.setup.keeps_storage}, full parameters kept: "
             f"{group.gathering.keeps_full}, gradients that wait reduced over: "
             f"{group.gradients.early_reduction.value}"
         )
@@ -187,7 +187,7 @@ def _signature(
     lines.append(
         f"module {name!r} resharded after forward: {settings.after_forward(is_root)}, after "
         f"backward: {settings.after_backward(is_root)}, over a post-forward mesh of: "
-        f"{[group.gathering.post_forward_size for group in state.own_groups]}, prefetched by "
+        f"{[group.gathering.setup.post_forward_size for group in state.own_groups]}, prefetched by "
         f"{_describe(settings.prefetch)}"
         + (f", scheduled by {state.context.schedule!r}" if is_root else "")
     )

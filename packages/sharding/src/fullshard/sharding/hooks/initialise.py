@@ -162,7 +162,7 @@ def _find_error(groups: list[FSDPParamGroup]) -> str:
             group.adopt_registered()
         _check_devices(groups)
         for group in groups:
-            group.gathering.prepare()
+            group.gathering.setup.prepare()
         for each in ROOT_EXTENSIONS:
             if error := each.at_root(groups):
                 raise ValueError(error)
