@@ -108,6 +108,8 @@ def test_without_choices_one_thing_at_a_time_is_changed(
     printed = capsys.readouterr().out
     assert [row[1] for row in _rows(printed)] == [
         "bfloat16",
+        "bfloat16, ZeRO-2",
+        "bfloat16, ZeRO-1",
         "bfloat16, keep gathered",
         "bfloat16, recompute",
         "bfloat16, keep gathered, recompute",
