@@ -267,6 +267,7 @@ class ElasticRun:
             self.follow()
             ranks = [each for group in self._groups.values() for each in group]
             stopped = [each for each in ranks if each.phase == fault.moment]
+        _wait_until_stopped(stopped[0].process.pid or 0)  # else it would miss SIGCONT
         victim = self._groups[fault.group(self.ranks)][fault.rank]
         self.note(f"kill {fault.group(self.ranks)}{fault.rank}, {fault}")
         os.kill(victim.process.pid or 0, signal.SIGKILL)
@@ -281,3 +282,11 @@ class ElasticRun:
             each.process.exitcode == 0 for group in self._groups.values() for each in group
         ):
             self.follow()
+
+
+def _wait_until_stopped(pid: int) -> None:
+    """Wait for a process that told that it stops itself; return if it has ended."""
+    stat = Path(f"/proc/{pid}/stat")
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while stat.read_text().rpartition(") ")[2][:1] not in ("T", "Z"):
+            time.sleep(0.001)
