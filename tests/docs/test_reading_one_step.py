@@ -113,3 +113,16 @@ def test_every_file_that_the_page_names_is_there(page: Path) -> None:
     files = set(re.findall(r"`((?:comm|sharding|samehost)/[\w/]+\.py)", page.read_text()))
     assert files
     assert [file for file in files if not list(ROOT.glob(f"packages/*/src/fullshard/{file}"))] == []
+
+
+def test_every_method_that_the_page_names_is_there() -> None:
+    named = set(re.findall(r"\b([A-Z_]\w+)\.(\w+)\b(?!\.md)", PAGE.read_text()))
+    sources = "\n".join(path.read_text() for path in ROOT.glob("packages/*/src/**/*.py"))
+    classes = re.split(r"(?m)^class ", sources)
+    found = {
+        (name, method)
+        for name, method in named
+        for text in classes
+        if re.match(rf"{name}\b", text) and re.search(rf"\bdef {method}\(", text)
+    }
+    assert named - found == set()

@@ -186,7 +186,7 @@ class Leases:
         out.setdefault(kind, []).append(owner)
 
     def add_once(self, kind: LeaseKind, owner: int = 0) -> None:
-        """Add a lease unless it exists already: of all kinds but those of ``claim``."""
+        """Add a lease, unless its owner has one of this kind."""
         if owner not in self.out.setdefault(kind, [owner]):
             self.out[kind].append(owner)
 

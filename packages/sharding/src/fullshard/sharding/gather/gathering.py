@@ -126,7 +126,7 @@ class Gathering:
             self.drop_full()
             self.keeps_full = keep
             self.keeps_copies = keep or self._two_levels
-            self.setup.choose_again()  # groups that are full at once share memory otherwise
+            self.setup.choose_again()  # groups that are full at once need memory of their own
 
     def drop_full(self) -> None:
         """Free full parameters that outlived a reshard."""

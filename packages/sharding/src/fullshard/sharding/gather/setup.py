@@ -1,7 +1,7 @@
 """How a group is gathered: memory, what is sent, and the strategy, chosen at the first gather.
 
-Owns the choice, and when it is made again: if the collective, the parameters, the memory that stays
-or the post-forward mesh are others. ``Gathering`` uses what was chosen.
+Owns the choice, and when it is made again: if the collective, the parameters, the post-forward mesh
+or what is kept are others. ``Gathering`` uses what was chosen.
 """
 
 from __future__ import annotations

@@ -176,8 +176,8 @@ class GroupGradients:
         """Note that a backward ended well, and that its reductions, if any, are launched.
 
         Args:
-            left: ``finalize_backward`` is to reduce the group. A gradient that arrived after the
-                reduction of the group is an error, which that raises.
+            left: ``finalize_backward`` is to reduce the group. It also raises the error of a
+                gradient that arrived after the reduction of the group.
 
         Returns:
             An error message if a parameter received a gradient after its group was reduced, or an
