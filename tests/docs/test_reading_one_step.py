@@ -125,4 +125,5 @@ def test_every_method_that_the_page_names_is_there() -> None:
         for text in classes
         if re.match(rf"{name}\b", text) and re.search(rf"\bdef {method}\(", text)
     }
+    assert named
     assert named - found == set()

@@ -142,9 +142,8 @@ class StepSettings:
         """
         require_bool("reshard_after_backward", reshard_after_backward)
         for state in the_states(self, recurse):
-            state.settings.after_backward = FixedReshard(
-                backward=reshard_after_backward
-            ).after_backward
+            policy = FixedReshard(backward=reshard_after_backward)
+            state.settings.after_backward = policy.after_backward
             state.be_root(state.is_root)
 
     def set_placements(self, placements: ShardingPlacements, *, recurse: bool = True) -> None:

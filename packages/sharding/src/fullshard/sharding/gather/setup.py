@@ -82,7 +82,8 @@ class GatherSetup:
         A mesh is given before the first gather.
         """
         if mesh_info is not self._post_forward:
-            self._post_forward, self.chosen_for = mesh_info, None
+            self._post_forward = mesh_info
+            self.choose_again()
             if self.prepared is not None:
                 self.prepared.inputs = cast(PostForwardInputs, self.prepared.inputs).stored
 

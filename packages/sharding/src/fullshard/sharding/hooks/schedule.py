@@ -234,7 +234,7 @@ class Schedule:
             group.leases.add_once(LeaseKind.PREFETCH)
 
     def due(self, group: FSDPParamGroup, ready: ReadyReductions) -> ReadyReductions:
-        """Return the reductions to launch now that those of ``group`` are ready, if any is."""
+        """Return what to launch, now that ``ready`` of ``group`` may be; the rest is held back."""
         return ready
 
     def flush(self) -> None:
